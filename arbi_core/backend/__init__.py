@@ -1,1 +1,1 @@
-"""TODO."""
+"""How layers reach the backend that stores and reads their state."""

@@ -36,7 +36,7 @@ class BackendContext:
         max_num_tokens: most tokens in one step.
         max_model_len: longest context in tokens.
         parallel: this rank's slice; head counts in a `LayerSpec` are global and must be divided by ``parallel.size``.
-        options: the backend's resolved plugin configuration section, or None.
+        options: resolved plugin configuration sections by name.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class BackendContext:
     max_num_tokens: int
     max_model_len: int
     parallel: ParallelSpec
-    options: Any = None
+    options: Mapping[str, Any] = {}
 
 
 class MetadataBuilder(Protocol):

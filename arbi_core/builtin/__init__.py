@@ -1,1 +1,1 @@
-"""TODO."""
+"""The plugins that ship with the core, in the same form as everybody else's."""

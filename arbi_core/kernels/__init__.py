@@ -1,1 +1,1 @@
-"""TODO."""
+"""The core's own operations, one file per op."""

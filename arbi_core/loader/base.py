@@ -21,6 +21,7 @@ __all__ = [
     "LinearMethod",
     "TensorSource",
     "TokenizerParts",
+    "WeightContext",
     "WeightFormat",
     "WeightPiece",
 ]
@@ -121,12 +122,32 @@ class LinearMethod(Protocol):
     """How one linear layer holds and multiplies its weight. The dense one lives in `arbi_core.model.linear`."""
 
     def load(self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
-        """Fill the layer from all pieces of its weight (this rank's slice of each)."""
+        """Fill the layer from all pieces of its weight (this rank's slice of each).
+
+        A method that keeps no dense ``weight`` leaves that parameter alone; the layer drops it.
+        """
         ...
 
     def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T`` without bias: ``(..., in) -> (..., out)``."""
         ...
+
+
+@frozen
+class WeightContext:
+    """Where weights are loaded to.
+
+    Attributes:
+        device: device of the model.
+        dtype: dtype of activations.
+        parallel: this rank's slice.
+        options: resolved plugin configuration sections by name.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    parallel: ParallelSpec
+    options: Mapping[str, Any] = {}
 
 
 @runtime_checkable
@@ -147,7 +168,7 @@ class WeightFormat(Protocol):
         ...
 
     def linear_method(
-        self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, parallel: ParallelSpec
+        self, layer: LinearBase, pieces: Sequence[WeightPiece], ctx: WeightContext
     ) -> LinearMethod | None:
         """Return the method that keeps these pieces packed, or None if this format does not apply to them."""
         ...

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Building blocks of models: linears, norms, rotary embeddings, the decoder skeleton. Import from the submodules."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Drawing tokens: parameters, penalties, filters, reproducible noise, log-probabilities."""

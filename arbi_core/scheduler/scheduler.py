@@ -92,6 +92,11 @@ class Scheduler:
         """Whether any request is queued or running."""
         return bool(self.requests)
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether ended requests wait to be reported, or dropped rows to be told to the runner."""
+        return bool(self._finished or self._dropped)
+
     # -- the decision ---------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:

@@ -1,0 +1,94 @@
+"""Reads a Hugging Face config key by key, with types, and refuses what nobody read. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+from arbi_core.errors import UnsupportedModelError
+
+__all__ = ["HFConfig", "MEANINGLESS_KEYS"]
+
+T = TypeVar("T")
+
+MEANINGLESS_KEYS = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
+    "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
+    "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16", "use_cache", "vocab_size_padded",
+})  # fmt: skip
+"""Keys that do not change what inference computes (or that the core reads itself: dtype, token ids)."""
+
+
+class HFConfig:
+    """A config being read.
+
+    Args:
+        raw: the ``config.json`` dict.
+
+    Every `get` marks its key as known; `finish` raises for keys that are neither known nor meaningless.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self._raw = raw
+        self._where = where
+        self._seen: set[str] = set()
+
+    @overload
+    def get(self, key: str, kind: type[T]) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: T) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: None) -> T | None: ...
+    def get(self, key: str, kind: type[T], *default: Any) -> T | None:
+        """Read a key; a missing or null one takes the default or, without one, is refused by name."""
+        self._seen.add(key)
+        value = self._raw.get(key)
+        if value is None:
+            if default:
+                return default[0]  # type: ignore[no-any-return]
+            raise UnsupportedModelError(f"{self._where}: {key} is missing")
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UnsupportedModelError(f"{self._where}: {key} must be {kind.__name__}, not {value!r}")
+        return value
+
+    def choose(self, key: str, allowed: Mapping[Any, T], *default: T) -> T:
+        """Read a key whose value must be one of `allowed`; anything else is refused by name and value."""
+        self._seen.add(key)
+        value = self._raw.get(key)
+        if value is None and default:
+            return default[0]
+        if isinstance(value, (list, dict)) or value not in allowed:
+            options = ", ".join(repr(k) for k in allowed)
+            raise UnsupportedModelError(f"{self._where}: {key} = {value!r} is not supported (supported: {options})")
+        return allowed[value]
+
+    def skip(self, *keys: str) -> None:
+        """Mark keys as known without reading them."""
+        self._seen.update(keys)
+
+    def finish(self) -> None:
+        """Raise `UnsupportedModelError` naming every key that was not read and may carry meaning."""
+        unknown = sorted(
+            key
+            for key, value in self._raw.items()
+            if key not in self._seen and key not in MEANINGLESS_KEYS and value is not None
+        )
+        if unknown:
+            listed = ", ".join(f"{k} = {self._raw[k]!r}" for k in unknown)
+            raise UnsupportedModelError(
+                f"{self._where} has settings that this model family does not know, so it could not be served exactly: "
+                f"{listed}"
+            )
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Normalise ``eos_token_id``: a number, a list or nothing."""
+    if value is None:
+        return ()
+    return (int(value),) if isinstance(value, int) else tuple(int(v) for v in value)

@@ -1,0 +1,186 @@
+"""Draws one token per row.
+
+Order: penalties, logit bias, named processors, minimum length; greedy rows take the best; the others are divided by
+their temperature, filtered by top-k, top-p and min-p, and drawn by Gumbel-max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, field, frozen
+
+from arbi_core.engine.messages import TokenLogprobs
+from arbi_core.sampler.filters import candidates, min_p_mask
+from arbi_core.sampler.logprobs import token_logprobs
+from arbi_core.sampler.noise import derive_row_seed, gumbel
+from arbi_core.sampler.params import SamplingParams
+from arbi_core.sampler.penalties import TokenCounts, has_penalties
+
+if TYPE_CHECKING:
+    from arbi_core.offers import LogitsProcessor
+
+__all__ = ["Sampler", "SamplerOutput", "SamplerRow"]
+
+
+@define(eq=False)
+class SamplerRow:
+    """What the sampler knows of one request.
+
+    Attributes:
+        params: how to draw.
+        prompt_token_ids: its prompt.
+        output_token_ids: what was drawn so far; its owner appends.
+        base_seed: seed of all its draws.
+        stop_token_ids: ids that ``min_tokens`` holds back.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]
+    base_seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    counts: TokenCounts | None = field(default=None, init=False)
+    edits: bool = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        p = self.params
+        self.edits = bool(has_penalties(p) or p.logit_bias or p.logits_processors or p.min_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+
+@frozen
+class SamplerOutput:
+    """What was drawn.
+
+    Attributes:
+        token_ids: ``(R,)`` int64.
+        logprobs: one entry per row; None where the row did not ask.
+        errors: one entry per row; the reason where nothing could be drawn (the row's token is then meaningless).
+    """
+
+    token_ids: torch.Tensor
+    logprobs: tuple[TokenLogprobs | None, ...]
+    errors: tuple[str | None, ...]
+
+
+class Sampler:
+    """Stateless but for what rows carry.
+
+    Args:
+        vocab_size: width of the logits.
+        device: device of the logits.
+        processors: installed logits processors by name.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, processors: Mapping[str, LogitsProcessor] | None = None
+    ) -> None:
+        self._processors = processors or {}
+        self._index = torch.arange(vocab_size, dtype=torch.int64, device=device)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
+        """Draw one token per row of ``(R, V)`` float32 logits, which stay as they are."""
+        edited = self._edit(logits, rows)
+        best, tokens = edited.max(dim=-1)
+        drawn = [i for i, r in enumerate(rows) if not r.params.greedy]
+        if drawn:
+            tokens = self._draw(edited, rows, drawn, tokens)
+        errors = _errors(best)
+        asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None and errors[i] is None]
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if asked:
+            index = torch.tensor(asked, device=logits.device)
+            counts = [rows[i].params.logprobs or 0 for i in asked]
+            for i, entry in zip(asked, token_logprobs(logits[index], tokens[index], counts), strict=True):
+                logprobs[i] = entry
+        return SamplerOutput(tokens, tuple(logprobs), tuple(errors))
+
+    # -- edits ------------------------------------------------------------------------------------------------------
+
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
+        """Apply what changes logits before any choice; copies only when something does."""
+        active = [i for i, r in enumerate(rows) if r.edits]
+        if not active:
+            return logits
+        logits = logits.clone()
+        for i in active:
+            row, params = rows[i], rows[i].params
+            if has_penalties(params):
+                if row.counts is None:
+                    prompt = row.prompt_token_ids if params.repetition_penalty != 1 else ()
+                    row.counts = TokenCounts(prompt)
+                row.counts.update(row.output_token_ids)
+                row.counts.apply(logits[i], params)
+            if params.logit_bias:
+                ids = torch.tensor(list(params.logit_bias), device=logits.device)
+                logits[i, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        self._process(logits, rows, active)
+        for i in active:
+            row = rows[i]
+            if row.stop_token_ids and len(row.output_token_ids) < row.params.min_tokens:
+                logits[i, torch.tensor(sorted(row.stop_token_ids), device=logits.device)] = -torch.inf
+        return logits
+
+    def _process(self, logits: torch.Tensor, rows: Sequence[SamplerRow], active: Sequence[int]) -> None:
+        """Run named processors, each once over the rows that name it, in the order of its first mention."""
+        names = dict.fromkeys(n for i in active for n in rows[i].params.logits_processors)
+        for name in names:
+            chosen = [i for i in active if name in rows[i].params.logits_processors]
+            index = torch.tensor(chosen, device=logits.device)
+            logits[index] = self._processors[name].apply(logits[index], [rows[i] for i in chosen])
+
+    # -- draws ------------------------------------------------------------------------------------------------------
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplerRow], drawn: list[int], tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Replace the greedy choice of the rows that draw."""
+        filtered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
+        plain = [i for i in drawn if i not in set(filtered)]
+        tokens = tokens.clone()
+        if plain:
+            scaled, seeds = self._prepare(logits, rows, plain)
+            if any(rows[i].params.min_p for i in plain):
+                scaled = min_p_mask(scaled, torch.tensor([rows[i].params.min_p for i in plain], device=logits.device))
+            tokens[plain] = (scaled + gumbel(seeds, self._index)).argmax(-1)
+        if filtered:
+            scaled, seeds = self._prepare(logits, rows, filtered)
+            values, index = candidates(scaled, [rows[i].params for i in filtered])
+            choice = (values + gumbel(seeds, index)).argmax(-1, keepdim=True)
+            tokens[filtered] = index.gather(-1, choice).squeeze(-1)
+        return tokens
+
+    def _prepare(
+        self, logits: torch.Tensor, rows: Sequence[SamplerRow], which: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits divided by temperature, shifted so that the best is 0 (tiny temperatures then cannot overflow)."""
+        device = logits.device
+        chosen = logits if len(which) == logits.shape[0] else logits[torch.tensor(which, device=device)]
+        temperature = torch.tensor([rows[i].params.temperature for i in which], device=device).unsqueeze(-1)
+        seeds = [derive_row_seed(rows[i].base_seed, len(rows[i].output_token_ids)) for i in which]
+        scaled = (chosen - chosen.amax(-1, keepdim=True)) / temperature
+        return scaled, torch.tensor(seeds, dtype=torch.int64, device=device)
+
+
+def _errors(best: torch.Tensor) -> list[str | None]:
+    """Rows whose best logit is no number have no distribution to draw from."""
+    if bool(best.isfinite().all()):
+        return [None] * len(best)
+    reasons: list[str | None] = []
+    for value in best.tolist():
+        if value != value:  # noqa: PLR0124  # NaN is the one value that differs from itself
+            reasons.append("the model produced a NaN in the logits of this request")
+        elif value == float("-inf"):
+            reasons.append("every token is masked: the logit bias and processors of this request leave nothing to draw")
+        elif value == float("inf"):
+            reasons.append("the model produced an infinite logit for this request")
+        else:
+            reasons.append(None)
+    return reasons

@@ -1,0 +1,1 @@
+"""GGUF checkpoints for arbi."""
