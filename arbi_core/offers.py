@@ -216,7 +216,7 @@ class ExecutorFactory(Protocol):
         ...
 
     def start(self, build_rank: Any) -> _Executor:
-        """Start every rank with ``build_rank(group) -> ModelRunner`` and return what runs plans on them."""
+        """Start every rank with ``build_rank() -> ModelRunner`` and return what runs plans on them."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The configuration tree and how values reach it. Torch-free."""

@@ -90,6 +90,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(2048, "Most tokens in one step.", low=1)
     max_prefill_chunk: int | None = option(None, "Most prompt tokens of one request in one step; default: the token "
                                            "budget.", low=1)
+    executor: str = option("local", "How ranks are started and reached; plugins add names.")
     max_queue: int = option(1024, "Requests that may wait; more are answered 429.", low=1)
     default_timeout_s: float | None = option(None, "Seconds after which a request ends with 'timeout'.", low=0.001)
 

@@ -15,7 +15,7 @@ from arbi_core.errors import EngineClosedError, EngineFailedError, OverloadedErr
 from arbi_core.scheduler import Request, Scheduler, StepOutput, StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["EngineCore", "Executor"]
 
@@ -47,6 +47,7 @@ class EngineCore:
         max_queue: waiting requests beyond which `submit` raises `OverloadedError`.
         default_timeout_s: timeout of requests that bring none.
         seed: seeds the draws of requests that bring no seed.
+        processors: names of installed logits processors.
         on_close: called once by `close`.
     """
 
@@ -59,6 +60,7 @@ class EngineCore:
         max_queue: int,
         default_timeout_s: float | None = None,
         seed: int = 0,
+        processors: Iterable[str] = (),
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.info = info
@@ -67,6 +69,7 @@ class EngineCore:
         self._max_queue = max_queue
         self._default_timeout_s = default_timeout_s
         self._seeds = random.Random(seed)  # noqa: S311  # reproducible draws, not secrets
+        self._processors = frozenset(processors)
         self._on_close = on_close
         self._health = Health(HealthState.READY)
         self._failed_steps = 0
@@ -75,8 +78,8 @@ class EngineCore:
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
-    def submit(self, msg: SubmitMsg) -> None:
-        """Queue a request.
+    def submit(self, msg: SubmitMsg, *, bounded: bool = True) -> None:
+        """Queue a request. `bounded` false ignores the queue limit (the offline API queues all its work at once).
 
         Raises:
             RequestError: empty, too long or out-of-vocabulary prompt, or an id that is already live.
@@ -87,9 +90,9 @@ class EngineCore:
             raise EngineFailedError(f"the engine has failed: {self._health.reason}")
         if self._health.state is HealthState.DRAINING:
             raise EngineClosedError("the engine is shutting down and takes no new requests")
-        self._check_prompt(msg)
+        self._check(msg)
         waiting = len(self._scheduler.waiting)
-        if waiting >= self._max_queue:
+        if bounded and waiting >= self._max_queue:
             raise OverloadedError(
                 f"{waiting} requests are already waiting (scheduler.max_queue is {self._max_queue}); try again later"
             )
@@ -102,7 +105,7 @@ class EngineCore:
         """End a request; its pages are free when this returns. Unknown ids are ignored."""
         self._scheduler.cancel(request_id, reason)
 
-    def _check_prompt(self, msg: SubmitMsg) -> None:
+    def _check(self, msg: SubmitMsg) -> None:
         ids, limit = msg.prompt_token_ids, self.info.max_model_len
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
@@ -118,6 +121,17 @@ class EngineCore:
             raise RequestError(
                 f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
             )
+        unknown = sorted(set(msg.sampling.logits_processors) - self._processors)
+        if unknown:
+            installed = ", ".join(sorted(self._processors)) or "none"
+            raise RequestError(
+                f"no installed plugin offers the logits processor {unknown[0]!r} (installed: {installed})",
+                param="logits_processors",
+            )
+        outside = [t for t in msg.sampling.logit_bias or () if t >= self.info.vocab_size]
+        outside += [t for t in msg.stop_token_ids if t >= self.info.vocab_size]
+        if outside:
+            raise RequestError(f"token id {outside[0]} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
         if msg.request_id in self._scheduler.requests:
             raise RequestError(f"request id {msg.request_id!r} is already running", param="request_id")
 
