@@ -1,7 +1,7 @@
 """Every hook of arbi: the table of contents of what a plugin can do.
 
-A plugin is a module named by an entry point of the group ``arbi``. It states ``arbi_api_version = 1`` and implements any
-of these functions, marked with `hookimpl`. Hooks fire at boot, once, in the process that serves; the last three are
+A plugin is a module named by an entry point of the group ``arbi``. It states ``arbi_api_version = 1`` and implements
+any of these functions, marked with `hookimpl`. Hooks fire at boot, once, in the process that serves; the last three are
 notifications. None is ever called per step, per layer or per token.
 
 A hook that raises or returns something of another type than stated makes its whole plugin *broken*: nothing it offers

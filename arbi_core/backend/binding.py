@@ -36,6 +36,14 @@ class BoundLayer:
         return self._op.forward(q, k, v, self.state, self._metas[self._kind], out)
 
 
+class _Stateless:
+    """Stands for the op of a layer that keeps no state; a model never calls it."""
+
+    def forward(self, *_: object) -> torch.Tensor:
+        """Refuse."""
+        raise RuntimeError("a layer without state was asked to attend")
+
+
 class LayerBinding:
     """All layers of a model, bound.
 
@@ -66,11 +74,11 @@ class LayerBinding:
             for kind, backend in backends.items()
         }
         self._storage: list[StorageSpec] = []
-        self.calls: list[BoundLayer | None] = []
+        self.calls: list[BoundLayer] = []
         for layer in layers:
             if layer.state_kind == NONE:
                 self._storage.append(StorageSpec())
-                self.calls.append(None)
+                self.calls.append(BoundLayer(_Stateless(), NONE, {NONE: None}, 0))
                 continue
             backend = backends[layer.state_kind]
             self._storage.append(backend.storage(layer, ctx))
@@ -92,9 +100,8 @@ class LayerBinding:
             for s in self._storage
         ]
         for layer, call in zip(self._layers, self.calls, strict=True):
-            if call is not None:
-                source = layer.index if layer.kv_source_layer is None else layer.kv_source_layer
-                call.state = self._states[source]
+            source = layer.index if layer.kv_source_layer is None else layer.kv_source_layer
+            call.state = self._states[source]
 
     def zero_rows(self, rows: Sequence[int]) -> None:
         """Clear the row state of newly admitted requests."""
@@ -112,8 +119,7 @@ class LayerBinding:
         """Drop the state tensors."""
         self._states = []
         for call in self.calls:
-            if call is not None:
-                call.state = {}
+            call.state = {}
 
     def _tensor(self, count: int, spec: TensorSpec) -> torch.Tensor:
         return torch.zeros((count, *spec.shape), dtype=getattr(torch, spec.dtype), device=self._ctx.device)

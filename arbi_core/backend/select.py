@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["select_backends"]
 
-KV_DTYPES = {"auto": "reference", "bf16": "reference-bf16", "fp16": "reference-fp16", "fp32": "reference-fp32"}
+KV_DTYPES = {
+    "auto": "reference",
+    "bf16": "reference-bf16",
+    "fp16": "reference-fp16",
+    "fp32": "reference-fp32",
+}
 """Names of ``cache.kv_dtype`` that the core itself serves; any other is the name of an installed paged backend."""
 
 
@@ -59,7 +64,9 @@ def _explicit(chosen: Iterable[str], offered: Mapping[str, AttentionBackend]) ->
     for key in chosen:
         kind, colon, name = key.partition(":")
         if not colon or not kind or not name:
-            raise ConfigError("cache.backends", f"{key!r} is not of the form kind:name", "for example paged_kv:reference")
+            raise ConfigError(
+                "cache.backends", f"{key!r} is not of the form kind:name", "for example paged_kv:reference"
+            )
         if kind in picks:
             raise ConfigError("cache.backends", f"two backends are chosen for {kind}", "choose one")
         if key not in offered:
@@ -97,4 +104,5 @@ def _pick(
 def _unknown(key: str, offered: Mapping[str, AttentionBackend], prefix: str = "") -> str:
     name = key.partition(":")[2]
     hint = "; pip install arbi-plugin-tkv brings the tkv names" if name.startswith(("tkv", "fp8")) else ""
-    return f"{prefix}no installed plugin offers the attention backend {key!r} (installed: {', '.join(sorted(offered))}{hint})"
+    installed = ", ".join(sorted(offered))
+    return f"{prefix}no installed plugin offers the attention backend {key!r} (installed: {installed}{hint})"

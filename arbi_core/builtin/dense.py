@@ -71,9 +71,7 @@ def _layer_entries(i: int, config: Any) -> list[WeightShardSpec]:
                 WeightShardSpec(f"{here}.attn.qkv.{leaf}", f"{there}.self_attn.{p}_proj.{leaf}", 0, p) for p in "qkv"
             ]
         if has_out:
-            entries.append(
-                WeightShardSpec(f"{here}.attn.output.{leaf}", f"{there}.self_attn.o_proj.{leaf}", row_dim)
-            )
+            entries.append(WeightShardSpec(f"{here}.attn.output.{leaf}", f"{there}.self_attn.o_proj.{leaf}", row_dim))
         if has_mlp:
             entries += [
                 WeightShardSpec(f"{here}.mlp.gate_up.{leaf}", f"{there}.mlp.{p}_proj.{leaf}", 0, p)
@@ -81,9 +79,7 @@ def _layer_entries(i: int, config: Any) -> list[WeightShardSpec]:
             ]
             entries.append(WeightShardSpec(f"{here}.mlp.down.{leaf}", f"{there}.mlp.down_proj.{leaf}", row_dim))
     if config.qk_norm:
-        entries += [
-            WeightShardSpec(f"{here}.attn.{p}_norm.weight", f"{there}.self_attn.{p}_norm.weight") for p in "qk"
-        ]
+        entries += [WeightShardSpec(f"{here}.attn.{p}_norm.weight", f"{there}.self_attn.{p}_norm.weight") for p in "qk"]
     return entries
 
 

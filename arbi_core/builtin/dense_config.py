@@ -45,7 +45,9 @@ def parse_dense(architecture: str, raw: Mapping[str, Any]) -> ModelSpec:
         rope_layers=_rope_layers(c, architecture, layers),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        mlp_bias=c.get("mlp_bias", bool, False) if architecture in {"LlamaForCausalLM", "SmolLM3ForCausalLM"} else False,
+        mlp_bias=c.get("mlp_bias", bool, False)
+        if architecture in {"LlamaForCausalLM", "SmolLM3ForCausalLM"}
+        else False,
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied=c.get("tie_word_embeddings", bool, architecture == "SmolLM3ForCausalLM"),
     )
@@ -70,7 +72,7 @@ def parse_dense(architecture: str, raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def _head_dim(c: HFConfig, architecture: str, hidden: int, heads: int) -> int:
-    declared = c.get("head_dim", int, None)
+    declared = c.find("head_dim", int)
     if declared is None and hidden % heads:
         raise UnsupportedModelError(f"config.json: hidden_size {hidden} does not divide over {heads} heads")
     if declared is None:
@@ -92,13 +94,13 @@ def _windows(c: HFConfig, architecture: str, layers: int) -> tuple[int | None, .
     """Sliding window of every layer."""
     if architecture == "LlamaForCausalLM":
         return (None,) * layers
-    window = c.get("sliding_window", int, None)
+    window = c.find("sliding_window", int)
     if architecture == "MistralForCausalLM":
         return (window,) * layers
     if not c.get("use_sliding_window", bool, False):
         c.skip("layer_types")
         return (None,) * layers
-    types = c.get("layer_types", list, None)
+    types = c.find("layer_types", list)
     if types is None:
         if architecture == "SmolLM3ForCausalLM":
             rope = _rope_layers(c, architecture, layers)
@@ -122,7 +124,7 @@ def _rope_layers(c: HFConfig, architecture: str, layers: int) -> tuple[bool, ...
     if architecture != "SmolLM3ForCausalLM":
         return (True,) * layers
     interval = c.get("no_rope_layer_interval", int, 4)
-    declared = c.get("no_rope_layers", list, None)
+    declared = c.find("no_rope_layers", list)
     if declared is None:
         return tuple((i + 1) % interval != 0 for i in range(layers))
     return tuple(bool(x) for x in _per_layer("no_rope_layers", declared, layers))
@@ -192,7 +194,7 @@ def _yarn_attention_factor(r: HFConfig, factor: float) -> float:
     """Explicit factor, or the ratio that DeepSeek-style ``mscale`` pairs define; 0 leaves the paper's default."""
     import math
 
-    explicit = r.get("attention_factor", float, None)
+    explicit = r.find("attention_factor", float)
     mscale, all_dim = r.get("mscale", float, 0.0), r.get("mscale_all_dim", float, 0.0)
     if explicit is not None:
         return explicit

@@ -169,7 +169,9 @@ class SafetensorsCheckpoint:
                     continue
                 dtype = DTYPES.get(entry["dtype"])
                 if dtype is None:
-                    raise CheckpointError(f"{file.path}: tensor {key} has dtype {entry['dtype']}, which is not supported")
+                    raise CheckpointError(
+                        f"{file.path}: tensor {key} has dtype {entry['dtype']}, which is not supported"
+                    )
                 tensors[key] = _Source(key, tuple(entry["shape"]), dtype, file)
         if index is not None:
             absent = sorted(set(index) - set(tensors))

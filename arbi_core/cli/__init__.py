@@ -1,1 +1,1 @@
-"""TODO."""
+"""The ``arbi`` command. Torch-free until a command needs a model."""

@@ -19,7 +19,7 @@ from attrs import frozen
 from arbi_core.config.tree import ServerConfig
 from arbi_core.errors import ConfigError
 
-__all__ = ["Resolved", "Setting", "from_values", "resolve", "settings"]
+__all__ = ["Resolved", "Setting", "from_values", "resolve", "resolve_section", "settings"]
 
 ENV_PREFIX = "ARBI_"
 ALIASES = {"ARBI_PLUGINS": "plugins_policy.only"}
@@ -109,7 +109,7 @@ def resolve(
         sections: plugin sections by name.
 
     Raises:
-        ConfigError: an unknown name, a value of the wrong type or out of range; names the field, the source and the fix.
+        ConfigError: an unknown name, a value of the wrong type or out of range; names the field, its source and the fix.
     """
     known = {s.name: s for s in settings(sections)}
     environment = os.environ if environment is None else environment
@@ -117,7 +117,7 @@ def resolve(
     origins: dict[str, str] = {}
     layers = (
         _from_environment(environment, known),
-        _from_file(file, known) if file is not None else {},
+        _from_file(file) if file is not None else {},
         {name: (value, f"flag {known[name].flag}" if name in known else "flag") for name, value in flags.items()},
     )
     for layer in layers:
@@ -129,8 +129,22 @@ def resolve(
     return Resolved(_build(values, sections or {}), origins)
 
 
+def resolve_section(section: str, flags: Mapping[str, Any], *, file: Path | None = None) -> Any:
+    """Resolve one section of the tree alone; names that belong elsewhere are left for `resolve` to check."""
+    known = {s.name: s for s in settings() if s.name.startswith(f"{section}.")}
+    by_env = {s.env: name for name, s in known.items()} | ALIASES
+    layers: list[dict[str, Any]] = [
+        {by_env[k]: v for k, v in os.environ.items() if k in by_env},
+        {name: value for name, (value, _) in _from_file(file).items()} if file is not None else {},
+        dict(flags),
+    ]
+    merged = {k: v for layer in layers for k, v in layer.items() if k in known}
+    values = {k.rpartition(".")[2]: _coerce(known[k], v, "setting") for k, v in merged.items()}
+    return typing.get_type_hints(ServerConfig)[section](**values)
+
+
 def from_values(values: Mapping[str, Any], base: ServerConfig | None = None) -> ServerConfig:
-    """A tree from Python values by dotted name, over a base (default: the defaults). ``plugins`` takes sections whole."""
+    """A tree from Python values by dotted name, over a base (the defaults). ``plugins`` takes sections whole."""
     from arbi_core.plugins import load_registry
 
     base = base or ServerConfig()
@@ -153,7 +167,11 @@ def from_values(values: Mapping[str, Any], base: ServerConfig | None = None) -> 
 def _section(name: str, value: Mapping[str, Any], sections: Mapping[str, type]) -> Any:
     cls = sections.get(name)
     if cls is None:
-        raise ConfigError(f"plugins.{name}", "no installed plugin has this section", f"installed: {', '.join(sections) or 'none'}")
+        raise ConfigError(
+            f"plugins.{name}",
+            "no installed plugin has this section",
+            f"installed: {', '.join(sections) or 'none'}",
+        )
     known = {s.name.rpartition(".")[2]: s for s in _fields(f"plugins.{name}", cls)}
     for key in value:
         if key not in known:
@@ -167,9 +185,7 @@ def _build(values: Mapping[str, Any], sections: Mapping[str, type]) -> ServerCon
         section, _, field = name.rpartition(".")
         grouped.setdefault(section, {})[field] = value
     hints = typing.get_type_hints(ServerConfig)
-    tops = {
-        f.name: hints[f.name](**grouped.get(f.name, {})) for f in attrs.fields(ServerConfig) if f.name != "plugins"
-    }
+    tops = {f.name: hints[f.name](**grouped.get(f.name, {})) for f in attrs.fields(ServerConfig) if f.name != "plugins"}
     plugins = {name: cls(**grouped.get(f"plugins.{name}", {})) for name, cls in sections.items()}
     return ServerConfig(**tops, plugins=plugins)
 
@@ -185,14 +201,13 @@ def _from_environment(environment: Mapping[str, str], known: Mapping[str, Settin
     return found
 
 
-def _from_file(path: Path, known: Mapping[str, Setting]) -> dict[str, tuple[Any, str]]:
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError("--config", f"{path} cannot be read: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError("--config", f"{path} is not valid TOML: {exc}") from exc
-    del known
     return {name: (value, f"file {path}") for name, value in _flatten("", table)}
 
 
@@ -231,7 +246,16 @@ def _tuple(setting: Setting, value: Any, origin: str) -> tuple[str, ...]:
 def _parse(setting: Setting, text: str, origin: str) -> Any:
     wanted = setting.type
     if wanted is bool:
-        truth = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        truth = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if text.strip().lower() in truth:
             return truth[text.strip().lower()]
     else:

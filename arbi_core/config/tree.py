@@ -12,11 +12,27 @@ from attrs import Attribute, field, frozen
 
 from arbi_core.errors import ConfigError
 
-__all__ = ["CacheConfig", "HttpConfig", "ModelConfig", "PluginsConfig", "SchedulerConfig", "ServerConfig", "option"]
+__all__ = [
+    "CacheConfig",
+    "HttpConfig",
+    "ModelConfig",
+    "PluginsConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "option",
+]
 
 
-def option(default: Any, help: str, *, low: float | None = None, high: float | None = None,  # noqa: A002
-           choices: tuple[str, ...] = (), flag: str | None = None, metavar: str | None = None) -> Any:
+def option(
+    default: Any,
+    help: str,  # noqa: A002  # it is the help text
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    flag: str | None = None,
+    metavar: str | None = None,
+) -> Any:
     """Declare one setting.
 
     Args:
@@ -40,8 +56,11 @@ def option(default: Any, help: str, *, low: float | None = None, high: float | N
         if high is not None and value > high:
             raise ConfigError(name, f"{value!r} is too large", f"at most {high:g}")
 
-    return field(default=default, validator=check,
-                 metadata={"help": help, "choices": choices, "flag": flag, "metavar": metavar})
+    return field(
+        default=default,
+        validator=check,
+        metadata={"help": help, "choices": choices, "flag": flag, "metavar": metavar},
+    )
 
 
 @frozen(kw_only=True)
@@ -52,12 +71,17 @@ class ModelConfig:
 
     path: str = option("demo", "Model directory, .gguf file, hub id, or 'demo' (SmolLM2-135M-Instruct).", flag="model")
     tokenizer: str | None = option(None, "Take the tokenizer from this directory or file instead of the model.")
-    dtype: str = option("auto", "Dtype of activations; auto is float32 on CPU and the checkpoint's on CUDA.",
-                        choices=("auto", "float32", "bfloat16", "float16"))
-    load_format: str = option("auto", "auto reads the checkpoint; dummy makes seeded random weights.",
-                              choices=("auto", "dummy"))
-    max_model_len: int | None = option(None, "Longest context in tokens; default: what the model was trained for.",
-                                       low=1)
+    dtype: str = option(
+        "auto",
+        "Dtype of activations; auto is float32 on CPU and the checkpoint's on CUDA.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    load_format: str = option(
+        "auto", "auto reads the checkpoint; dummy makes seeded random weights.", choices=("auto", "dummy")
+    )
+    max_model_len: int | None = option(
+        None, "Longest context in tokens; default: what the model was trained for.", low=1
+    )
     device: str = option("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
     skip_tokenizer_init: bool = option(False, "Serve token ids only; no text in or out.")
@@ -69,15 +93,19 @@ class CacheConfig:
 
     SECTION = "cache"
 
-    kv_dtype: str = option("auto", "How keys and values are stored; auto is the model's dtype. Plugins add names.",
-                           flag="kv-cache-dtype")
+    kv_dtype: str = option(
+        "auto",
+        "How keys and values are stored; auto is the model's dtype. Plugins add names.",
+        flag="kv-cache-dtype",
+    )
     page_size: int = option(16, "Tokens per page.", low=1, high=1024)
     num_pages: int | None = option(None, "Pages in the pool; default: what the memory setting allows.", low=2)
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory that arbi may use.", low=0.05, high=1.0)
     cpu_kv_gib: float = option(2.0, "Most memory for the KV pool on CPU, in GiB.", low=0.001)
     enable_prefix_caching: bool = option(True, "Reuse the pages of shared prompt prefixes.")
-    backends: tuple[str, ...] = option((), "Choose an attention backend, kind:name (repeatable).", flag="backend",
-                                       metavar="KIND:NAME")
+    backends: tuple[str, ...] = option(
+        (), "Choose an attention backend, kind:name (repeatable).", flag="backend", metavar="KIND:NAME"
+    )
 
 
 @frozen(kw_only=True)
@@ -88,8 +116,9 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(256, "Most requests in one step.", low=1, high=65536)
     max_num_batched_tokens: int = option(2048, "Most tokens in one step.", low=1)
-    max_prefill_chunk: int | None = option(None, "Most prompt tokens of one request in one step; default: the token "
-                                           "budget.", low=1)
+    max_prefill_chunk: int | None = option(
+        None, "Most prompt tokens of one request in one step; default: the token budget.", low=1
+    )
     executor: str = option("local", "How ranks are started and reached; plugins add names.")
     max_queue: int = option(1024, "Requests that may wait; more are answered 429.", low=1)
     default_timeout_s: float | None = option(None, "Seconds after which a request ends with 'timeout'.", low=0.001)
@@ -115,11 +144,19 @@ class PluginsConfig:
 
     SECTION = "plugins_policy"
 
-    only: tuple[str, ...] | None = option(None, "Load only these plugins (entry-point names) beside the core's own.",
-                                          flag="plugins", metavar="NAME[,NAME]")
+    only: tuple[str, ...] | None = option(
+        None,
+        "Load only these plugins (entry-point names) beside the core's own.",
+        flag="plugins",
+        metavar="NAME[,NAME]",
+    )
     strict: bool = option(False, "Refuse to boot when a plugin is broken.", flag="strict-plugins")
-    prefer: tuple[str, ...] = option((), "Which distribution wins a key that two plugins offer: key=distribution.",
-                                     flag="prefer-plugin", metavar="KEY=DIST")
+    prefer: tuple[str, ...] = option(
+        (),
+        "Which distribution wins a key that two plugins offer: key=distribution.",
+        flag="prefer-plugin",
+        metavar="KEY=DIST",
+    )
 
 
 @frozen(kw_only=True)

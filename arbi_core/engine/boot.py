@@ -104,9 +104,7 @@ def build_engine(
     sampler = Sampler(spec.dims.vocab_size, device, registry.logits_processors)
     runner = ModelRunner(model, binding, sampler, ctx)
 
-    table = PageTable(
-        PagePool(pages.num_pages, config.cache.page_size), enabled=config.cache.enable_prefix_caching
-    )
+    table = PageTable(PagePool(pages.num_pages, config.cache.page_size), enabled=config.cache.enable_prefix_caching)
     limits = SchedulerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -206,7 +204,11 @@ def _load(
 
 
 def _report(
-    info: ModelInfo, memory: tuple[tuple[str, str], ...], dtype: torch.dtype, device: torch.device, seconds: float
+    info: ModelInfo,
+    memory: tuple[tuple[str, str], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
 ) -> BootReport:
     backends = ", ".join(f"{kind}:{name}" for kind, name in info.kv_backend.items()) or "none"
     return BootReport(

@@ -192,6 +192,10 @@ class EngineCore:
         for request_id in list(self._scheduler.requests):
             self._scheduler.cancel(request_id, FinishReason.ERROR, reason)
 
+    def drain_finished(self) -> OutputBatch:
+        """Ends that no step has reported yet."""
+        return OutputBatch((), tuple(self._scheduler.take_finished()))
+
     def cancel_all(self) -> None:
         """Cancel every live request."""
         for request_id in list(self._scheduler.requests):
@@ -227,4 +231,3 @@ class EngineCore:
             steps=self._steps,
             finished=dict(self._finished),
         )
-

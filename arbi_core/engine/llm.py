@@ -123,7 +123,9 @@ class LLM:
         items = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams(**self.info.default_sampling)
-        params = [sampling_params] * len(items) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        params = (
+            [sampling_params] * len(items) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        )
         if len(params) != len(items):
             raise RequestError(f"{len(items)} prompts came with {len(params)} sampling parameters")
         encoded = [self._encode(item) for item in items]
@@ -182,7 +184,11 @@ class LLM:
                 for index in range(params.n):
                     key = f"{result.request_id}-{index}"
                     self._submit(key, ids, params, index)
-                    assemblers[key] = (OutputAssembler(self._built.tokenizer, params, index=index), result, index)
+                    assemblers[key] = (
+                        OutputAssembler(self._built.tokenizer, params, index=index),
+                        result,
+                        index,
+                    )
             with _Progress(len(assemblers), show=show) as bar:
                 while assemblers:
                     bar.finished(self._take(self._core.step(), assemblers))
@@ -286,4 +292,3 @@ def _configure(model: str, config: ServerConfig | None, arguments: Mapping[str, 
         raise ConfigError("LLM", f"unknown arguments: {', '.join(unknown)}", f"known: {', '.join(ARGUMENTS)}")
     values = {"model.path": model, **{ARGUMENTS[k]: v for k, v in arguments.items()}}
     return from_values(values, base=config)
-

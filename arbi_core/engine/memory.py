@@ -64,9 +64,14 @@ def plan_pages(config: ServerConfig, binding: LayerBinding, ctx: BackendContext,
                 f"set --max-model-len {capacity}, or allow {length * per_page / size / GIB:.2f} GiB with {_fix(ctx)}"
             )
         length = capacity
-    rows = (("KV pool", f"{pages * per_page / GIB:.2f} GiB in {pages} pages of {size} tokens"),)
+    rows: tuple[tuple[str, str], ...] = (
+        ("KV pool", f"{pages * per_page / GIB:.2f} GiB in {pages} pages of {size} tokens"),
+    )
     if length < ctx.max_model_len:
-        rows = (*rows, ("context cut", f"from {ctx.max_model_len} to {length} tokens, which is what the KV pool holds"))
+        rows = (
+            *rows,
+            ("context cut", f"from {ctx.max_model_len} to {length} tokens, which is what the KV pool holds"),
+        )
     return PagePlan(pages, length, rows)
 
 

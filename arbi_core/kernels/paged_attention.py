@@ -129,7 +129,13 @@ class PagedAttention:
         return out
 
     def _attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: RowPlan, done: int, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row: RowPlan,
+        done: int,
+        out: torch.Tensor,
     ) -> None:
         """Attend `q` ``(n, H, D)``, whose first token is the row's `done`-th, to its context; fills `out`."""
         n = q.shape[0]
@@ -143,7 +149,9 @@ class PagedAttention:
         if self._soft_cap is not None or self._sinks is not None:
             result = self._explicit(grouped, k, v, mask)
         elif n == 1:
-            result = F.scaled_dot_product_attention(grouped[0].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale=self._scale)
+            result = F.scaled_dot_product_attention(
+                grouped[0].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale=self._scale
+            )
             out.view(1, self._kv_heads, self._group, -1).copy_(result)
             return
         else:
@@ -159,9 +167,7 @@ class PagedAttention:
             )[0].transpose(0, 1)
         out.copy_(result.reshape(out.shape))
 
-    def _explicit(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Softmax written out in float32, for soft caps and sinks: ``(n, Hkv, G, D) -> (n, Hkv, G, Dv)``."""
         scores = torch.einsum("nhgd,hsd->hgns", q.float(), k.float()) * self._scale
         if self._soft_cap is not None:
@@ -177,7 +183,7 @@ class PagedAttention:
 
 
 def _context(pages: torch.Tensor, row: RowPlan, page_size: int) -> torch.Tensor:
-    """Keys or values of the row's whole context, ``(seq_len, heads, width)``; a view where its pages are consecutive."""
+    """Keys or values of the row's context, ``(seq_len, heads, width)``; a view where its pages are consecutive."""
     if row.first_page >= 0:
         start = row.first_page * page_size
         return pages.flatten(0, 1)[start : start + row.seq_len]

@@ -22,8 +22,10 @@ def end_token_ids(
     """Ids that end a generation: those of the config, of the generation config, and the tokenizer's end token."""
     ids = set(spec.eos_token_ids) | set(token_ids(generation_config.get("eos_token_id")))
     if tokenizer is not None and tokenizer.eos_token is not None:
-        ids.add(tokenizer.backend.token_to_id(tokenizer.eos_token))
-    return frozenset(i for i in ids if i is not None and 0 <= i < spec.dims.vocab_size)
+        end = tokenizer.backend.token_to_id(tokenizer.eos_token)
+        if end is not None:
+            ids.add(end)
+    return frozenset(i for i in ids if 0 <= i < spec.dims.vocab_size)
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:

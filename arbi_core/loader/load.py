@@ -61,9 +61,7 @@ def load_weights(
     return LoadReport(count, linears)
 
 
-def load_dummy(
-    model: nn.Module, weight_map: WeightMap, *, device: torch.device, dtype: torch.dtype, seed: int
-) -> None:
+def load_dummy(model: nn.Module, weight_map: WeightMap, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Fill the model with seeded random weights: norms one, everything else normal with deviation 0.02.
 
     The same seed gives the same model whatever the number of ranks: a tensor is drawn whole from a generator seeded by
@@ -81,9 +79,7 @@ class _DummySource:
 
     encoding = "dense"
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.shape, self.dtype = name, shape, str(dtype).removeprefix("torch.")
         self._device, self._torch_dtype = device, dtype
         self._seed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**63
@@ -117,9 +113,7 @@ def _choose_format(
     return "dense"
 
 
-def _by_parameter(
-    model: nn.Module, weight_map: WeightMap
-) -> list[tuple[LoadableModule, str, list[WeightShardSpec]]]:
+def _by_parameter(model: nn.Module, weight_map: WeightMap) -> list[tuple[LoadableModule, str, list[WeightShardSpec]]]:
     """Entries of the map grouped by the parameter that they fill, in the map's order."""
     groups: dict[str, list[WeightShardSpec]] = {}
     for entry in weight_map:
@@ -129,7 +123,9 @@ def _by_parameter(
         path, _, leaf = param.rpartition(".")
         module = model.get_submodule(path)
         if not isinstance(module, LoadableModule):
-            raise WeightError(f"the weight map fills {param}, but {path} is a {type(module).__name__} that loads nothing")
+            raise WeightError(
+                f"the weight map fills {param}, but {path} is a {type(module).__name__} that loads nothing"
+            )
         result.append((module, leaf, specs))
     return result
 

@@ -55,9 +55,7 @@ class VocabParallelEmbedding(LoadableModule):
         """See `LoadableModule`."""
         return {None: (self.vocab_size, self.weight.shape[1])}
 
-    def load_pieces(
-        self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """See `LoadableModule`."""
         set_parameter(self, leaf, load_vocab_rows(pieces[0], self.rows, self.group.spec, device, dtype))
 

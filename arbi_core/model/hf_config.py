@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from arbi_core.errors import UnsupportedModelError
 
-__all__ = ["HFConfig", "MEANINGLESS_KEYS"]
+__all__ = ["MEANINGLESS_KEYS", "HFConfig"]
 
 T = TypeVar("T")
 
@@ -16,7 +16,8 @@ MEANINGLESS_KEYS = frozenset({
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
     "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
     "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "task_specific_params",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id",
+    "task_specific_params",
     "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache", "vocab_size_padded",
 })  # fmt: skip
@@ -37,20 +38,21 @@ class HFConfig:
         self._where = where
         self._seen: set[str] = set()
 
-    @overload
-    def get(self, key: str, kind: type[T]) -> T: ...
-    @overload
-    def get(self, key: str, kind: type[T], default: T) -> T: ...
-    @overload
-    def get(self, key: str, kind: type[T], default: None) -> T | None: ...
-    def get(self, key: str, kind: type[T], *default: Any) -> T | None:
+    def get(self, key: str, kind: type[T], *default: T) -> T:
         """Read a key; a missing or null one takes the default or, without one, is refused by name."""
+        value = self.find(key, kind)
+        if value is not None:
+            return value
+        if default:
+            return default[0]
+        raise UnsupportedModelError(f"{self._where}: {key} is missing")
+
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Read a key that may be missing or null."""
         self._seen.add(key)
         value = self._raw.get(key)
         if value is None:
-            if default:
-                return default[0]  # type: ignore[no-any-return]
-            raise UnsupportedModelError(f"{self._where}: {key} is missing")
+            return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

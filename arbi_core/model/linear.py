@@ -34,9 +34,7 @@ __all__ = [
 class DenseMethod:
     """A plain weight matrix ``(out, in)`` in the dtype of the activations."""
 
-    def load(
-        self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load(self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """Copy each piece into its rows of one preallocated matrix."""
         weight = torch.empty((layer.out_features, layer.in_features), dtype=dtype, device=device)
         for piece in pieces:
@@ -116,9 +114,7 @@ class LinearBase(LoadableModule):
             return {key: (rows, self.global_in) for key, rows in self.global_pieces.items()}
         return {key: (rows,) for key, rows in self.global_pieces.items()}
 
-    def load_pieces(
-        self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """See `LoadableModule`."""
         if leaf == "weight":
             self.method.load(self, pieces, device, dtype)
@@ -214,9 +210,7 @@ class ParallelLMHead(LinearBase):
         """See `LoadableModule`."""
         return {None: (self.vocab_size, self.global_in)}
 
-    def load_pieces(
-        self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """See `LoadableModule`."""
         if not isinstance(self.method, DenseMethod):
             super().load_pieces(leaf, pieces, device, dtype)

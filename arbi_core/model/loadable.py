@@ -25,9 +25,7 @@ class LoadableModule(nn.Module):
         """Checkpoint shape (all ranks together) of every piece of parameter `leaf`, by shard id."""
         return {None: tuple(self.get_parameter(leaf).shape)}
 
-    def load_pieces(
-        self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """Fill parameter `leaf`.
 
         Args:

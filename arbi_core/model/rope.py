@@ -70,7 +70,7 @@ class RotaryEmbedding:
         self._sin = torch.cat((-sin, sin), dim=-1).to(device)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and signed sin of ``(N,)`` positions, each ``(N, 1, dim)``; made once a step, used by all layers."""
+        """Cos and signed sin of ``(N,)`` positions, each ``(N, 1, dim)``; made once a step, used by all layers."""
         return (
             self._cos.index_select(0, positions).unsqueeze(1).to(dtype),
             self._sin.index_select(0, positions).unsqueeze(1).to(dtype),

@@ -103,8 +103,20 @@ OFFER_KINDS = (
     OfferKind("arbi_media_encoders", "media_encoders", "media encoder", _offers("MediaEncoder"), _by_name),
     OfferKind("arbi_audio_codecs", "audio_codecs", "audio codec", _offers("AudioCodec"), _by_name),
     OfferKind("arbi_tool_parsers", "tool_parsers", "tool parser", _offers("ToolParser"), _by_name),
-    OfferKind("arbi_reasoning_parsers", "reasoning_parsers", "reasoning parser", _offers("ReasoningParser"), _by_name),
-    OfferKind("arbi_logits_processors", "logits_processors", "logits processor", _offers("LogitsProcessor"), _by_name),
+    OfferKind(
+        "arbi_reasoning_parsers",
+        "reasoning_parsers",
+        "reasoning parser",
+        _offers("ReasoningParser"),
+        _by_name,
+    ),
+    OfferKind(
+        "arbi_logits_processors",
+        "logits_processors",
+        "logits processor",
+        _offers("LogitsProcessor"),
+        _by_name,
+    ),
     OfferKind("arbi_executors", "executors", "executor", _offers("ExecutorFactory"), _by_name),
     OfferKind("arbi_routes", "routes", "route", _offers("Route"), lambda r: (r.path,)),
 )

@@ -47,9 +47,7 @@ class _Candidate:
         return not self.broken and not self.disabled
 
     def info(self) -> PluginInfo:
-        status = (
-            PluginStatus.BROKEN if self.broken else PluginStatus.DISABLED if self.disabled else PluginStatus.ACTIVE
-        )
+        status = PluginStatus.BROKEN if self.broken else PluginStatus.DISABLED if self.disabled else PluginStatus.ACTIVE
         words = [f"{kind.label} {key}" for kind, key, _ in self.offers] + [
             f"config section plugins.{name}" for name in self.sections
         ]
@@ -58,12 +56,18 @@ class _Candidate:
         )
 
 
-def load_registry(policy: PluginsConfig | None = None, extra: Iterable[ModuleType | Any] = ()) -> Registry:
+def load_registry(
+    policy: PluginsConfig | None = None,
+    extra: Iterable[ModuleType | Any] = (),
+    *,
+    commands_only: bool = False,
+) -> Registry:
     """Discover, check and freeze.
 
     Args:
         policy: which plugins to load and how strictly; default: everything, leniently, and ``ARBI_PLUGINS``.
         extra: plugin modules or objects to register beside the discovered ones (embedding, tests).
+        commands_only: leave out the core's own plugins, which add no commands; for the help of the command line.
 
     Raises:
         PluginConflictError: two distributions offer one key and ``prefer`` picks neither.
@@ -72,6 +76,8 @@ def load_registry(policy: PluginsConfig | None = None, extra: Iterable[ModuleTyp
     """
     policy = policy or PluginsConfig(only=_only_from_environment())
     candidates = [*_discover(policy), *(_programmatic(p) for p in extra)]
+    if commands_only:
+        candidates = [c for c in candidates if c.distribution != CORE]
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for candidate in candidates:
@@ -108,7 +114,9 @@ def _discover(policy: PluginsConfig) -> list[_Candidate]:
         if unknown:
             names = ", ".join(c.name for c in candidates if c.distribution != CORE) or "none"
             raise ConfigError(
-                "plugins_policy.only", f"no installed plugin is called {', '.join(sorted(unknown))}", f"installed: {names}"
+                "plugins_policy.only",
+                f"no installed plugin is called {', '.join(sorted(unknown))}",
+                f"installed: {names}",
             )
         for c in candidates:
             if c.distribution != CORE and c.name not in policy.only:
@@ -142,7 +150,9 @@ def _register(candidate: _Candidate, manager: pluggy.PluginManager) -> str:
     if version != ARBI_API_VERSION:
         return f"was written for hook API version {version}; this arbi speaks version {ARBI_API_VERSION}"
     candidate.module = module
-    unknown = sorted(n for n in dir(module) if n.startswith("arbi_") and _is_impl(getattr(module, n)) and not hasattr(hookspecs, n))
+    unknown = sorted(
+        n for n in dir(module) if n.startswith("arbi_") and _is_impl(getattr(module, n)) and not hasattr(hookspecs, n)
+    )
     if unknown:
         return f"implements hooks that do not exist: {', '.join(unknown)}"
     try:
@@ -162,13 +172,17 @@ def _call(candidate: _Candidate, manager: pluggy.PluginManager, hook: str) -> Ca
     """The plugin's own implementation of a hook, taking keyword arguments."""
     for impl in getattr(manager.hook, hook).get_hookimpls():
         if impl.plugin is candidate.module:
-            function, names = impl.function, impl.argnames
-
-            def call(**arguments: Any) -> Any:
-                return function(*(arguments[n] for n in names))
-
-            return call
+            return _by_keyword(impl.function, impl.argnames)
     return None
+
+
+def _by_keyword(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Pass an implementation only the arguments that it takes."""
+
+    def call(**arguments: Any) -> Any:
+        return function(*(arguments[n] for n in names))
+
+    return call
 
 
 def _collect(candidate: _Candidate, manager: pluggy.PluginManager) -> str:
@@ -211,7 +225,10 @@ def _preferences(policy: PluginsConfig) -> dict[str, str]:
 
 
 def _freeze(
-    usable: list[_Candidate], candidates: list[_Candidate], manager: pluggy.PluginManager, prefer: dict[str, str]
+    usable: list[_Candidate],
+    candidates: list[_Candidate],
+    manager: pluggy.PluginManager,
+    prefer: dict[str, str],
 ) -> Registry:
     fields: dict[str, Any] = {}
     for kind in OFFER_KINDS:

@@ -148,9 +148,7 @@ class PageTable:
             self._reference(node)
         matched = len(path) * self.page_size
         node = path[-1] if path else self._root(namespace)
-        self._entries[request_id] = _Entry(
-            namespace, cache, [n.page for n in path], node, matched, matched, path
-        )
+        self._entries[request_id] = _Entry(namespace, cache, [n.page for n in path], node, matched, matched, path)
         return matched
 
     def extend(self, request_id: str, num_tokens: int) -> list[int]:
@@ -316,8 +314,10 @@ class PageTable:
             stack.extend(node.children.values())
             if node.page:
                 nodes.append(node)
-                _expect(node.parent is not None and (node.refs == 0 or node.parent.page == 0 or node.parent.refs > 0),
-                        "a referenced node has an unreferenced parent")
+                _expect(
+                    node.parent is not None and (node.refs == 0 or node.parent.page == 0 or node.parent.refs > 0),
+                    "a referenced node has an unreferenced parent",
+                )
         unique = {id(n): n for n in nodes}
         for key, node in unique.items():
             _expect(node.refs == refs.get(key, 0), "a reference count differs from the number of owners")

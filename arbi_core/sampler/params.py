@@ -77,7 +77,8 @@ class SamplingParams:
         _whole(self.min_tokens, "min_tokens", low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
         _number(self.temperature, "temperature", 0.0, 100.0)
         _whole(self.top_k, "top_k", low=-1)

@@ -175,7 +175,7 @@ def _errors(best: torch.Tensor) -> list[str | None]:
         return [None] * len(best)
     reasons: list[str | None] = []
     for value in best.tolist():
-        if value != value:  # noqa: PLR0124  # NaN is the one value that differs from itself
+        if value != value:  # NaN is the one value that differs from itself
             reasons.append("the model produced a NaN in the logits of this request")
         elif value == float("-inf"):
             reasons.append("every token is masked: the logit bias and processors of this request leave nothing to draw")

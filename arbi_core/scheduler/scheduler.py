@@ -19,7 +19,14 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from arbi_core.engine.messages import FinishOut, FinishReason, Priority, RequestRecord, TokenLogprobs, TokenOut
+from arbi_core.engine.messages import (
+    FinishOut,
+    FinishReason,
+    Priority,
+    RequestRecord,
+    TokenLogprobs,
+    TokenOut,
+)
 from arbi_core.pool import PageTable, RowPool
 from arbi_core.scheduler.plan import AdmitRow, PlanRow, StepOutput, StepPlan
 from arbi_core.scheduler.request import Request, RequestState
@@ -129,15 +136,13 @@ class Scheduler:
                 budget -= n
 
         while budget and self.waiting and len(self.running) < self.limits.max_num_seqs:
-            request = self._next_waiting()
-            if request is None:
+            head = self._next_waiting()
+            admit = None if head is None else self._admit(head, now)
+            if head is None or admit is None:
                 break
-            admit = self._admit(request, now)
-            if admit is None:
-                break
-            n = min(request.remaining, self.limits.max_prefill_chunk, budget)
+            n = min(head.remaining, self.limits.max_prefill_chunk, budget)
             admitted.append(admit)
-            slate.append(self._slate_row(request, n))
+            slate.append(self._slate_row(head, n))
             budget -= n
 
         dropped, self._dropped = tuple(self._dropped), []
@@ -220,9 +225,7 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """Head of the queue; batch work stays there while interactive work runs or waits."""
         head = self.waiting[0]
-        if head.msg.priority is Priority.BATCH and any(
-            r.msg.priority is Priority.INTERACTIVE for r in self.running
-        ):
+        if head.msg.priority is Priority.BATCH and any(r.msg.priority is Priority.INTERACTIVE for r in self.running):
             return None
         return head
 
@@ -276,9 +279,9 @@ class Scheduler:
         stops = token in request.msg.stop_token_ids and request.num_output > sampling.min_tokens
         if stops:
             self._finish(request, FinishReason.STOP, stop_token_id=token)
-        elif (
-            sampling.max_tokens is not None and request.num_output >= sampling.max_tokens
-        ) or len(request.token_ids) >= self.limits.max_model_len:
+        elif (sampling.max_tokens is not None and request.num_output >= sampling.max_tokens) or len(
+            request.token_ids
+        ) >= self.limits.max_model_len:
             self._finish(request, FinishReason.LENGTH)
         return TokenOut(request.id, (token,), () if logprobs is None else (logprobs,))
 
@@ -341,4 +344,3 @@ def _record(request: Request, reason: FinishReason, cached: int) -> RequestRecor
         finished=time.monotonic(),
         preemptions=request.preemptions,
     )
-

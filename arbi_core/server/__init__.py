@@ -1,1 +1,1 @@
-"""TODO."""
+"""The OpenAI-compatible HTTP server: starlette over an `EngineClient`. Torch-free."""

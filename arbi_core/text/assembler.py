@@ -71,7 +71,11 @@ class OutputAssembler:
         text = ""
         if self._stop is None:
             text, self._stop = self._flush()
-        stopped = self._stop is not None and out.reason in {FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.STOP}
+        stopped = self._stop is not None and out.reason in {
+            FinishReason.LENGTH,
+            FinishReason.CANCELLED,
+            FinishReason.STOP,
+        }
         finish = Finish(
             reason=FinishReason.STOP if stopped else out.reason,
             detail=out.detail,

@@ -69,7 +69,9 @@ def render_chat(
     source = template or _choose(tokenizer, with_tools=bool(tools))
     reserved = {"messages", "tools", "add_generation_prompt"} & set(variables or {})
     if reserved:
-        raise RequestError(f"{', '.join(sorted(reserved))} cannot be set as template variables", param="chat_template_kwargs")
+        raise RequestError(
+            f"{', '.join(sorted(reserved))} cannot be set as template variables", param="chat_template_kwargs"
+        )
     compiled = _compile(source)
     pieces: list[str] = []
     size = 0
@@ -152,7 +154,7 @@ def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        autoescape=False,  # noqa: S701  # prompts are no HTML
+        autoescape=False,  # prompts are no HTML
         extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _tojson
@@ -164,7 +166,7 @@ def _compile(source: str) -> jinja2.Template:
         raise CheckpointError(f"the chat template is not valid Jinja: line {exc.lineno}: {exc.message}") from exc
 
 
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 

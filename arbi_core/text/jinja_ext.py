@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jinja2.nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -14,7 +12,7 @@ __all__ = ["GenerationTag"]
 class GenerationTag(Extension):
     """``{% generation %}...{% endgeneration %}`` marks assistant text for training; here it only renders its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # the base class declares it so
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
         """Return the body."""

@@ -28,7 +28,8 @@ class StopStrings:
             return text, None
         self._held += text
         found = min(
-            ((at, order) for order, s in enumerate(self._stops) if (at := self._held.find(s)) >= 0), default=None
+            ((at, order) for order, s in enumerate(self._stops) if (at := self._held.find(s)) >= 0),
+            default=None,
         )
         if found is not None and not self._earlier_may_come(found[0]):
             at, order = found

@@ -1,1 +1,1 @@
-"""TODO."""
+"""HTTP routes, one file per group."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from arbi_core.api import CheckpointError, UnsupportedModelError
-
 from arbi_plugin_gguf.header import GGUFFile
 
 __all__ = ["generation_config", "hf_config", "hf_name", "interleaved_heads"]
@@ -108,7 +107,7 @@ def hf_name(name: str) -> str | None:
 
 
 def interleaved_heads(name: str, arch: str, config: Mapping[str, Any]) -> int | None:
-    """Heads whose rows the converter reordered for this tensor; llama and smollm3 store q and k for pairwise rotation."""
+    """Heads whose rows the converter reordered: llama and smollm3 store q and k for pairwise rotation."""
     if arch not in {"llama", "smollm3"}:
         return None
     if ".attn_q." in name:
@@ -137,13 +136,15 @@ def _check_widths(file: GGUFFile, own: Mapping[str, Any], arch: str, head_dim: i
         ("attention.value_length", head_dim),
     ):
         if own.get(key, expected) != expected:
-            raise UnsupportedModelError(f"{file.path}: {arch}.{key} = {own[key]} differs from the head width {head_dim}")
+            raise UnsupportedModelError(
+                f"{file.path}: {arch}.{key} = {own[key]} differs from the head width {head_dim}"
+            )
     if own.get("attention.sliding_window"):
         raise UnsupportedModelError(f"{file.path}: {arch}.attention.sliding_window is not served from GGUF")
     if "rope_freqs.weight" in file.tensors:
         raise UnsupportedModelError(
-            f"{file.path} has per-frequency rotary factors (rope_freqs.weight), which are not served from GGUF; use the "
-            "safetensors checkpoint"
+            f"{file.path} has per-frequency rotary factors (rope_freqs.weight), which are not served from GGUF; use "
+            "the safetensors checkpoint"
         )
 
 

@@ -10,7 +10,6 @@ from arbi_core.api import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from arbi_core.api import Checkpoint, TensorSource, TokenizerParts
-
     from arbi_plugin_gguf.header import GGUFFile
 
 __all__ = ["GGUFCheckpoint", "GGUFFormat"]

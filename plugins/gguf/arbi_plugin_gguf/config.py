@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from arbi_core.api import option
 from attrs import frozen
+
+from arbi_core.api import option
 
 __all__ = ["GgufConfig"]
 

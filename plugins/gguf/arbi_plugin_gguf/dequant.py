@@ -16,7 +16,8 @@ from gguf.constants import GGMLQuantizationType as Kind
 __all__ = ["SUPPORTED", "as_blocks", "dequantize", "q4_codes", "q8_codes", "unpack_q4"]
 
 SUPPORTED = frozenset({
-    Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K,
+    Kind.Q6_K,
 })  # fmt: skip
 
 

@@ -7,14 +7,16 @@ this one walks the bytes once. Constants (types, block sizes, enum values) come 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 from pathlib import Path
 from typing import Any
 
-from arbi_core.api import CheckpointError
 from attrs import frozen
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from arbi_core.api import CheckpointError
 
 __all__ = ["GGUFFile", "TensorInfo"]
 
@@ -82,10 +84,8 @@ class GGUFFile:
 
     def close(self) -> None:
         """Drop the map unless tensors still view it."""
-        try:
+        with contextlib.suppress(BufferError):  # arrays that view the map keep it alive; it goes with the last of them
             self.map.close()
-        except BufferError:
-            pass  # arrays that view the map keep it alive; it goes with the last of them
 
     def _parse(self) -> None:
         if self.map[:4] != MAGIC:
@@ -126,7 +126,7 @@ class GGUFFile:
         nbytes = elements // block * block_bytes
         if offset + nbytes > len(self.map):
             raise CheckpointError(
-                f"{self.path} is truncated: tensor {name} ends at byte {offset + nbytes} and the file has {len(self.map)}"
+                f"{self.path} is truncated: tensor {name} ends at byte {offset + nbytes} of {len(self.map)}"
             )
         return TensorInfo(name, shape, kind, offset, nbytes)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
     from arbi_core.api import LinearBase, LinearMethod, WeightContext, WeightPiece
 
 __all__ = ["PackedInt4Format", "PackedInt8Format"]
@@ -83,7 +84,11 @@ class _Int4Method:
         self._raw: list[tuple[torch.Tensor, Any]] = []
 
     def load(
-        self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype  # noqa: ARG002
+        self,
+        layer: LinearBase,
+        pieces: Sequence[WeightPiece],
+        device: torch.device,  # noqa: ARG002  # the protocol's signature
+        dtype: torch.dtype,  # noqa: ARG002
     ) -> None:
         """Repack the codes; the file's own bytes stay mapped for wide products."""
         import torch
@@ -131,7 +136,11 @@ class _Int8Method:
     """See `arbi_core.loader.base.LinearMethod`."""
 
     def load(
-        self, layer: LinearBase, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype  # noqa: ARG002
+        self,
+        layer: LinearBase,
+        pieces: Sequence[WeightPiece],
+        device: torch.device,  # noqa: ARG002  # the protocol's signature
+        dtype: torch.dtype,  # noqa: ARG002
     ) -> None:
         """Requantise every output row to int8 with one scale."""
         import torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arbi_core.api import hookimpl
-
 from arbi_plugin_gguf.checkpoint import GGUFFormat
 from arbi_plugin_gguf.config import GgufConfig
 from arbi_plugin_gguf.packed import PackedInt4Format, PackedInt8Format

@@ -1,7 +1,7 @@
 """Builds the tokenizer that a GGUF file describes. Torch-free.
 
-Two kinds exist: byte-level BPE (``gpt2``), whose pre-tokenizer is named by ``tokenizer.ggml.pre``, and SentencePiece BPE
-(``llama``), which merges whatever adjacent pieces form the piece of the best score and falls back to bytes.
+Two kinds exist: byte-level BPE (``gpt2``), whose pre-tokenizer is named by ``tokenizer.ggml.pre``, and SentencePiece
+BPE (``llama``), which merges whatever adjacent pieces form the piece of the best score and falls back to bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arbi_core.api import CheckpointError, TokenizerParts, UnsupportedModelError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from arbi_core.api import CheckpointError, TokenizerParts, UnsupportedModelError
 
 __all__ = ["build_tokenizer"]
 
@@ -47,7 +48,9 @@ def build_tokenizer(meta: Mapping[str, Any], where: str) -> TokenizerParts | Non
     elif kind == "llama":
         backend = _sentencepiece(meta, tokens, where)
     else:
-        raise UnsupportedModelError(f"{where}: tokenizer.ggml.model = {kind!r} is not supported (supported: gpt2, llama)")
+        raise UnsupportedModelError(
+            f"{where}: tokenizer.ggml.model = {kind!r} is not supported (supported: gpt2, llama)"
+        )
     _add_special(backend, tokens, meta.get("tokenizer.ggml.token_type") or [])
     _add_template(backend, meta, tokens, add_bos=kind == "llama")
     templates = {
@@ -147,7 +150,9 @@ def _merges(
 
 
 def _add_special(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    control = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=False) if k == CONTROL]
+    control = [
+        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=False) if k == CONTROL
+    ]
     user = [
         AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types, strict=False) if k == USER_DEFINED
     ]

@@ -1,0 +1,1 @@
+"""Request schemas: attrs classes that are checked strictly and described in the OpenAPI document."""
