@@ -109,7 +109,7 @@ def resolve(
         sections: plugin sections by name.
 
     Raises:
-        ConfigError: an unknown name, a value of the wrong type or out of range; names the field, its source and the fix.
+        ConfigError: an unknown name, a value of the wrong type or out of range; names field, source and fix.
     """
     known = {s.name: s for s in settings(sections)}
     environment = os.environ if environment is None else environment

@@ -98,10 +98,7 @@ class OutputAssembler:
         if self._detokenizer is None:
             return "", None
         text, stop = self._stops.feed(self._detokenizer.flush())
-        if stop is not None:
-            return text, stop
-        rest, stop = self._stops.flush()
-        return text + rest, stop
+        return (text, stop) if stop is not None else (text + self._stops.flush(), None)
 
     def _delta(
         self,

@@ -8,9 +8,9 @@ __all__ = ["StopStrings"]
 
 
 class StopStrings:
-    """Finds the earliest stop string, holding back text that may be the beginning of one.
+    """Ends the text as soon as any stop string is complete, holding back what may be the beginning of one.
 
-    Of several that begin at the same place, the one listed first wins.
+    Where two become complete with the same character, the longer one counts.
 
     Args:
         stops: non-empty strings.
@@ -27,45 +27,28 @@ class StopStrings:
         if not self._stops:
             return text, None
         self._held += text
-        found = min(
-            ((at, order) for order, s in enumerate(self._stops) if (at := self._held.find(s)) >= 0),
-            default=None,
-        )
-        if found is not None and not self._earlier_may_come(found[0]):
-            at, order = found
-            stop = self._stops[order]
-            out = self._held[: at + len(stop)] if self._include else self._held[:at]
+        found = min(((at + len(s), -len(s)) for s in self._stops if (at := self._held.find(s)) >= 0), default=None)
+        if found is not None:
+            end, length = found[0], -found[1]
+            stop = self._held[end - length : end]
+            out = self._held[: end if self._include else end - length]
             self._held = ""
             return out, stop
         keep = self._undecided()
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out, None
 
-    def flush(self) -> tuple[str, str | None]:
-        """The text is over: return what was held back, and the stop string that it completes, if it does."""
+    def flush(self) -> str:
+        """The text is over: return what was held back."""
         held, self._held = self._held, ""
-        found = min(((at, order) for order, s in enumerate(self._stops) if (at := held.find(s)) >= 0), default=None)
-        if found is None:
-            return held, None
-        stop = self._stops[found[1]]
-        return held[: found[0] + (len(stop) if self._include else 0)], stop
+        return held
 
     def _undecided(self) -> int:
-        """Length of the longest suffix that begins a stop string (which then lies in the future)."""
-        start = self._first_open()
-        return 0 if start is None else len(self._held) - start
-
-    def _first_open(self) -> int | None:
-        """Where the earliest unfinished stop string may begin."""
+        """Length of the longest suffix that begins a stop string."""
         text = self._held
-        longest = max(len(s) for s in self._stops)
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            tail = text[start:]
-            if any(len(s) > len(tail) and s.startswith(tail) for s in self._stops):
-                return start
-        return None
-
-    def _earlier_may_come(self, at: int) -> bool:
-        """Whether a stop string that begins before `at` may still complete."""
-        start = self._first_open()
-        return start is not None and start < at
+        longest = max(len(s) for s in self._stops) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(s.startswith(tail) for s in self._stops):
+                return length
+        return 0

@@ -115,7 +115,7 @@ class _Int4Method:
 
         if x.shape[0] >= WIDE_INT4:
             return self._wide(layer, x)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self._packed, GROUP, self._scale_zero)
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self._packed, GROUP, self._scale_zero)
         return y.float()
 
     def _wide(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
@@ -159,4 +159,5 @@ class _Int8Method:
         """``x @ weight.T`` with bfloat16 activations."""
         import torch
 
-        return torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self._codes, self._scales).float()
+        y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self._codes, self._scales)
+        return y.float()
