@@ -153,7 +153,8 @@ class EngineCore:
                 self._step_failed(plan, exc)
             else:
                 tokens = self._scheduler.commit(plan, output, time.monotonic())
-                self._step_succeeded(plan)
+                if plan.rows:
+                    self._step_succeeded(plan)
         finished = self._scheduler.take_finished()
         self._generated += sum(len(t.token_ids) for t in tokens)
         for f in finished:

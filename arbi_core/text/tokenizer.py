@@ -54,8 +54,8 @@ class Tokenizer:
         """Token ids of several texts."""
         try:
             encoded = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as exc:
-            raise RequestError(f"the text holds a lone surrogate, which is not valid Unicode: {exc}") from exc
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("the text holds a lone surrogate, which is not valid Unicode") from None
         return [e.ids for e in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
