@@ -1,15 +1,12 @@
 """Shared fixtures: tiny checkpoints made on the spot, and the tools to look inside an engine."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from support.tiny import TINY, make_checkpoint
 
 

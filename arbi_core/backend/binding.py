@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from arbi_core.spec import NONE, LayerSpec, StateKind, StorageSpec, TensorSpec
@@ -122,4 +123,8 @@ class LayerBinding:
             call.state = {}
 
     def _tensor(self, count: int, spec: TensorSpec) -> torch.Tensor:
-        return torch.zeros((count, *spec.shape), dtype=getattr(torch, spec.dtype), device=self._ctx.device)
+        shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
+        if self._ctx.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self._ctx.device)
+        # Fresh anonymous memory is zero already and costs nothing until it is touched; torch.zeros would touch it all.
+        return torch.from_numpy(np.zeros(count * spec.nbytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: Any = None
+        self._lock = threading.Lock()
 
     def header(self) -> dict[str, Any]:
         """The parsed header. Raises `CheckpointError` for anything that is not a whole safetensors file."""
@@ -103,14 +105,15 @@ class _File:
 
     def handle(self) -> Any:
         """The mapped file."""
-        if self._handle is None:
-            from safetensors import SafetensorError, safe_open
+        with self._lock:
+            if self._handle is None:
+                from safetensors import SafetensorError, safe_open
 
-            try:
-                self._handle = safe_open(str(self.path), framework="pt", device="cpu")
-            except SafetensorError as exc:
-                raise CheckpointError(f"{self.path} cannot be read: {exc}") from exc
-        return self._handle
+                try:
+                    self._handle = safe_open(str(self.path), framework="pt", device="cpu")
+                except SafetensorError as exc:
+                    raise CheckpointError(f"{self.path} cannot be read: {exc}") from exc
+            return self._handle
 
     def close(self) -> None:
         """Drop the map."""

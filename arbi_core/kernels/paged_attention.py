@@ -60,11 +60,11 @@ class RowPlan:
 
 @define(eq=False)
 class PagedPlan:
-    """A step: slots to write and rows to attend."""
+    """A step: slots to write and rows to attend. `first_slot` is set (not -1) where the slots are consecutive."""
 
     slots: torch.Tensor
     rows: list[RowPlan]
-    page_size: int
+    first_slot: int
 
 
 class PagedPlanBuilder:
@@ -83,7 +83,10 @@ class PagedPlanBuilder:
             rows.append(
                 RowPlan(start, end - start, seq_len, first if consecutive else -1, batch.block_table[i, :count])
             )
-        return PagedPlan(batch.slot_mapping, rows, batch.page_size)
+        first_slot = -1
+        if len(rows) == 1 and rows[0].first_page >= 0:
+            first_slot = rows[0].first_page * batch.page_size + rows[0].seq_len - rows[0].q_len
+        return PagedPlan(batch.slot_mapping, rows, first_slot)
 
 
 class PagedAttention:
@@ -103,6 +106,7 @@ class PagedAttention:
         self._sinks = sinks
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
+        self._pages: torch.Tensor | None = None
 
     def forward(
         self,
@@ -115,59 +119,90 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Write, then attend; shapes as in the protocol."""
         plan: PagedPlan = meta
-        k_pages, v_pages = state["k"], state["v"]
+        if state["k"] is not self._pages:
+            self._bind(state)
         if k is not None and v is not None:
-            k_pages.flatten(0, 1).index_copy_(0, plan.slots, k.to(k_pages.dtype))
-            v_pages.flatten(0, 1).index_copy_(0, plan.slots, v.to(v_pages.dtype))
+            self._write(plan, k, v)
         for row in plan.rows:
-            keys = _context(k_pages, row, plan.page_size)
-            values = _context(v_pages, row, plan.page_size)
+            if row.q_len == 1 and self._soft_cap is None and self._sinks is None:
+                self._decode(q, row, out)
+                continue
+            keys, values = self._context(row, 0, row.seq_len)
             for done in range(0, row.q_len, QUERY_BLOCK):
                 count = min(QUERY_BLOCK, row.q_len - done)
                 at = row.q_start + done
                 self._attend(q[at : at + count], keys, values, row, done, out[at : at + count])
         return out
 
+    def _bind(self, state: LayerState) -> None:
+        """Views of the layer's tensors that never change: by slot for writing, by head for reading."""
+        self._pages = state["k"]
+        self._k_pages, self._v_pages = state["k"], state["v"]
+        self._k_slots, self._v_slots = state["k"].flatten(0, 1), state["v"].flatten(0, 1)
+        self._k_heads, self._v_heads = self._k_slots.transpose(0, 1), self._v_slots.transpose(0, 1)
+        self._dtype = state["k"].dtype
+
+    def _write(self, plan: PagedPlan, k: torch.Tensor, v: torch.Tensor) -> None:
+        if k.dtype is not self._dtype:
+            k, v = k.to(self._dtype), v.to(self._dtype)
+        if plan.first_slot >= 0:
+            self._k_slots.narrow(0, plan.first_slot, k.shape[0]).copy_(k)
+            self._v_slots.narrow(0, plan.first_slot, k.shape[0]).copy_(v)
+        else:
+            self._k_slots.index_copy_(0, plan.slots, k)
+            self._v_slots.index_copy_(0, plan.slots, v)
+
+    def _context(self, row: RowPlan, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions `start` to `end`, ``(heads, end - start, width)``; views where they can be."""
+        size = self._k_pages.shape[1]
+        if row.first_page >= 0:
+            at, count = row.first_page * size + start, end - start
+            return self._k_heads.narrow(1, at, count), self._v_heads.narrow(1, at, count)
+        first = start // size
+        pages = row.pages[first : -(-end // size)]
+        k = self._k_pages.index_select(0, pages).flatten(0, 1).transpose(0, 1)
+        v = self._v_pages.index_select(0, pages).flatten(0, 1).transpose(0, 1)
+        return k[:, start - first * size : end - first * size], v[:, start - first * size : end - first * size]
+
+    def _decode(self, q: torch.Tensor, row: RowPlan, out: torch.Tensor) -> None:
+        """One query token: the heads of a group are the queries of one unmasked product."""
+        start = 0 if self._window is None else max(0, row.seq_len - self._window)
+        k, v = self._context(row, start, row.seq_len)
+        if k.dtype is not q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        query = q[row.q_start].view(1, self._kv_heads, self._group, -1)
+        result = F.scaled_dot_product_attention(query, k.unsqueeze(0), v.unsqueeze(0), scale=self._scale)
+        out[row.q_start].copy_(result.view(out.shape[1:]))
+
     def _attend(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        row: RowPlan,
-        done: int,
-        out: torch.Tensor,
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: RowPlan, done: int, out: torch.Tensor
     ) -> None:
         """Attend `q` ``(n, H, D)``, whose first token is the row's `done`-th, to its context; fills `out`."""
         n = q.shape[0]
         first = row.seq_len - row.q_len + done
         start = 0 if self._window is None else max(0, first - self._window + 1)
-        end = first + n
-        k = keys[start:end].transpose(0, 1).to(q.dtype)
-        v = values[start:end].transpose(0, 1).to(q.dtype)
-        mask = None if n == 1 else row.mask(first, n, start, self._window, q)
-        grouped = q.view(n, self._kv_heads, self._group, q.shape[-1])
+        k = keys[:, start : first + n].to(q.dtype)
+        v = values[:, start : first + n].to(q.dtype)
         if self._soft_cap is not None or self._sinks is not None:
+            mask = row.mask(first, n, start, self._window, q) if n > 1 else None
+            grouped = q.view(n, self._kv_heads, self._group, q.shape[-1])
             result = self._explicit(grouped, k, v, mask)
-        elif n == 1:
-            result = F.scaled_dot_product_attention(
-                grouped[0].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale=self._scale
-            )
-            out.view(1, self._kv_heads, self._group, -1).copy_(result)
-            return
         else:
-            fresh = start == 0 and first == 0 and self._window is None
+            fresh = start == 0 and first == 0 and (self._window is None or n <= self._window)
             result = F.scaled_dot_product_attention(
                 q.transpose(0, 1).unsqueeze(0),
                 k.unsqueeze(0),
                 v.unsqueeze(0),
-                attn_mask=None if fresh else mask,
+                attn_mask=None if fresh else row.mask(first, n, start, self._window, q),
                 is_causal=fresh,
                 scale=self._scale,
                 enable_gqa=self._group > 1,
             )[0].transpose(0, 1)
         out.copy_(result.reshape(out.shape))
 
-    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _explicit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Softmax written out in float32, for soft caps and sinks: ``(n, Hkv, G, D) -> (n, Hkv, G, Dv)``."""
         scores = torch.einsum("nhgd,hsd->hgns", q.float(), k.float()) * self._scale
         if self._soft_cap is not None:
@@ -180,11 +215,3 @@ class PagedAttention:
         else:
             probabilities = scores.softmax(-1)
         return torch.einsum("hgns,hsd->nhgd", probabilities, v.float()).to(q.dtype)
-
-
-def _context(pages: torch.Tensor, row: RowPlan, page_size: int) -> torch.Tensor:
-    """Keys or values of the row's context, ``(seq_len, heads, width)``; a view where its pages are consecutive."""
-    if row.first_page >= 0:
-        start = row.first_page * page_size
-        return pages.flatten(0, 1)[start : start + row.seq_len]
-    return pages.index_select(0, row.pages).flatten(0, 1)[: row.seq_len]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from attrs import frozen
@@ -19,6 +21,8 @@ from arbi_core.spec import WeightMap, WeightShardSpec
 
 __all__ = ["LoadReport", "load_dummy", "load_weights"]
 
+LOAD_THREADS = 4
+"""Parameters read and packed at once: more would only raise the peak of memory."""
 NAMED = 12
 """Most tensors that one error names one by one."""
 
@@ -49,16 +53,21 @@ def load_weights(
     groups = _group(model, weight_map, tensors)
     progress.start(sum(_nbytes(p.source) for _, _, pieces in groups for p in pieces), "loading weights")
     linears: dict[str, int] = {}
-    count = 0
+
+    def load(group: tuple[LoadableModule, str, list[WeightPiece]]) -> list[WeightPiece]:
+        module, leaf, pieces = group
+        module.load_pieces(leaf, pieces, ctx.device, ctx.dtype)
+        return pieces
+
     for module, leaf, pieces in groups:
         if isinstance(module, LinearBase) and leaf == "weight":
             name = _choose_format(module, pieces, weight_formats, ctx)
             linears[name] = linears.get(name, 0) + 1
-        module.load_pieces(leaf, pieces, ctx.device, ctx.dtype)
-        count += len(pieces)
-        progress.advance(sum(_nbytes(p.source) for p in pieces))
+    with ThreadPoolExecutor(max_workers=min(LOAD_THREADS, os.cpu_count() or 1)) as pool:
+        for pieces in pool.map(load, groups):
+            progress.advance(sum(_nbytes(p.source) for p in pieces))
     _check_materialised(model)
-    return LoadReport(count, linears)
+    return LoadReport(sum(len(pieces) for *_, pieces in groups), linears)
 
 
 def load_dummy(model: nn.Module, weight_map: WeightMap, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:

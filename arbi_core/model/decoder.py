@@ -72,13 +72,14 @@ class GatedMLP(nn.Module):
             spec.intermediate_size, hidden, bias=spec.mlp_bias, group=ctx.group, dtype=ctx.dtype
         )
         self._silu = spec.activation == "silu"
+        # Bound once: looking a submodule up and calling it through hooks costs more than a small product.
+        self._gate_up, self._down = self.gate_up.forward, self.down.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, hidden)`` to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
         activated = F.silu(gate) if self._silu else F.gelu(gate, approximate="tanh")
-        down: torch.Tensor = self.down(activated.mul_(up))
-        return down
+        return self._down(activated.mul_(up))
 
 
 class SelfAttention(nn.Module):
@@ -107,18 +108,20 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = RMSNorm(layer.head_dim, spec.norm_eps, dtype=ctx.dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(layer.head_dim, spec.norm_eps, dtype=ctx.dtype) if spec.qk_norm else None
+        self._qkv, self._output = self.qkv.forward, self.output.forward
+        self._norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: LayerCall) -> torch.Tensor:
         """``(N, hidden)`` to the same shape; `cos` and `sin` as from `RotaryEmbedding.at`."""
-        qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        both, v = qkv[:, : self.heads + self.kv_heads], qkv[:, self.heads + self.kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            both = torch.cat((self.q_norm(both[:, : self.heads]), self.k_norm(both[:, self.heads :])), dim=1)
+        heads, kv_heads, tokens = self.heads, self.kv_heads, x.shape[0]
+        both, v = self._qkv(x).view(tokens, -1, self.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+        if self._norms is not None:
+            q, k = both.split((heads, kv_heads), dim=1)
+            both = torch.cat((self._norms[0].forward(q), self._norms[1].forward(k)), dim=1)
         if self.rotates:
             both = rotate(both, cos, sin)
-        out = attend(both[:, : self.heads], both[:, self.heads :], v)
-        projected: torch.Tensor = self.output(out.view(x.shape[0], self.heads * self.head_dim))
-        return projected
+        q, k = both.split((heads, kv_heads), dim=1)
+        return self._output(attend(q, k, v).view(tokens, -1))
 
 
 class DecoderLayer(nn.Module):
@@ -130,6 +133,7 @@ class DecoderLayer(nn.Module):
         self.attn = SelfAttention(layer, hidden, spec, ctx)
         self.mlp_norm = RMSNorm(hidden, spec.norm_eps, dtype=ctx.dtype)
         self.mlp = GatedMLP(hidden, spec, ctx)
+        self.parts = (self.input_norm, self.attn.forward, self.mlp_norm, self.mlp.forward)
 
 
 class Decoder(nn.Module):
@@ -139,7 +143,9 @@ class Decoder(nn.Module):
         super().__init__()
         dims = model.dims
         self.embed = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size, group=ctx.group, dtype=ctx.dtype)
-        self.layers = nn.ModuleList(DecoderLayer(layer, dims.hidden_size, spec, ctx) for layer in model.layers)
+        blocks = [DecoderLayer(layer, dims.hidden_size, spec, ctx) for layer in model.layers]
+        self.layers = nn.ModuleList(blocks)
+        self._parts = [b.parts for b in blocks]
         self.norm = RMSNorm(dims.hidden_size, spec.norm_eps, dtype=ctx.dtype)
         self.lm_head = ParallelLMHead(
             dims.hidden_size,
@@ -161,11 +167,10 @@ class Decoder(nn.Module):
             self._rope = RotaryEmbedding(*self._rope_args, device=residual.device)
         cos, sin = self._rope.at(batch.positions, residual.dtype)
         delta: torch.Tensor | None = None
-        for block, attend in zip(self.layers, layers, strict=True):
-            assert isinstance(block, DecoderLayer)  # noqa: S101  # ModuleList forgets the type of its items
-            x = block.input_norm(residual) if delta is None else block.input_norm.add(delta, residual)
-            x = block.mlp_norm.add(block.attn(x, cos, sin, attend), residual)
-            delta = block.mlp(x)
+        for (input_norm, attention, mlp_norm, mlp), attend in zip(self._parts, layers, strict=True):
+            x = input_norm.forward(residual) if delta is None else input_norm.add(delta, residual)
+            x = mlp_norm.add(attention(x, cos, sin, attend), residual)
+            delta = mlp(x)
         hidden: torch.Tensor = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         return hidden
 

@@ -91,6 +91,7 @@ class LinearBase(LoadableModule):
         }
         self.out_features = sum(self._local.values())
         self.method: LinearMethod = DENSE
+        self.has_bias = bias
         self.adapter_key = ""
         empty = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -130,7 +131,7 @@ class LinearBase(LoadableModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., in) -> (..., out)``."""
         y = self.method.apply(self, x)
-        return y if self.bias is None else y + self.bias
+        return y + self.bias if self.has_bias else y
 
 
 class ReplicatedLinear(LinearBase):
@@ -170,7 +171,7 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., in / ranks) -> (..., out)``, summed over the ranks."""
         y = self.group.all_reduce(self.method.apply(self, x))
-        return y if self.bias is None else y + self.bias
+        return y + self.bias if self.has_bias else y
 
 
 class ParallelLMHead(LinearBase):

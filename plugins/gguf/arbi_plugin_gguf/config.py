@@ -17,7 +17,7 @@ class GgufConfig:
 
     packed: str = option(
         "auto",
-        "auto multiplies Q4_0, Q4_1 and Q8_0 weights packed on the CPU; off dequantises them to the model's dtype at "
-        "load (exact, slower, more memory).",
+        "auto multiplies quantised weights on the CPU as 4-bit codes and in half precision; off dequantises them to "
+        "float32 at load (exact, slower, more memory).",
         choices=("auto", "off"),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from arbi_core.api import hookimpl
 from arbi_plugin_gguf.checkpoint import GGUFFormat
 from arbi_plugin_gguf.config import GgufConfig
-from arbi_plugin_gguf.packed import PackedInt4Format, PackedInt8Format
+from arbi_plugin_gguf.packed import HalfFormat, PackedInt4Format
 
 if TYPE_CHECKING:
     from arbi_core.api import CheckpointFormat, WeightFormat
@@ -24,7 +24,7 @@ def arbi_checkpoint_formats() -> list[CheckpointFormat]:
 @hookimpl
 def arbi_weight_formats() -> list[WeightFormat]:
     """Offer linears that stay packed on the CPU."""
-    return [PackedInt4Format(), PackedInt8Format()]
+    return [PackedInt4Format(), HalfFormat()]
 
 
 @hookimpl
