@@ -101,7 +101,7 @@ def build_engine(
     binding = LayerBinding(spec.layers, model, backends, ctx)
     pages = plan_pages(config, binding, ctx, explicit_len=config.model.max_model_len is not None)
     binding.allocate(pages.num_pages, ctx.max_num_seqs + 1)
-    sampler = Sampler(spec.dims.vocab_size, device, registry.logits_processors)
+    sampler = Sampler(registry.logits_processors)
     runner = ModelRunner(model, binding, sampler, ctx)
 
     table = PageTable(PagePool(pages.num_pages, config.cache.page_size), enabled=config.cache.enable_prefix_caching)

@@ -200,9 +200,7 @@ class PagedAttention:
             )[0].transpose(0, 1)
         out.copy_(result.reshape(out.shape))
 
-    def _explicit(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Softmax written out in float32, for soft caps and sinks: ``(n, Hkv, G, D) -> (n, Hkv, G, Dv)``."""
         scores = torch.einsum("nhgd,hsd->hgns", q.float(), k.float()) * self._scale
         if self._soft_cap is not None:

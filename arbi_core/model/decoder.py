@@ -114,13 +114,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: LayerCall) -> torch.Tensor:
         """``(N, hidden)`` to the same shape; `cos` and `sin` as from `RotaryEmbedding.at`."""
         heads, kv_heads, tokens = self.heads, self.kv_heads, x.shape[0]
-        both, v = self._qkv(x).view(tokens, -1, self.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+        both, v = torch.split_with_sizes(self._qkv(x).view(tokens, -1, self.head_dim), (heads + kv_heads, kv_heads), 1)
         if self._norms is not None:
-            q, k = both.split((heads, kv_heads), dim=1)
+            q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
             both = torch.cat((self._norms[0].forward(q), self._norms[1].forward(k)), dim=1)
         if self.rotates:
             both = rotate(both, cos, sin)
-        q, k = both.split((heads, kv_heads), dim=1)
+        q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
         return self._output(attend(q, k, v).view(tokens, -1))
 
 

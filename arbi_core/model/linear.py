@@ -131,7 +131,7 @@ class LinearBase(LoadableModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., in) -> (..., out)``."""
         y = self.method.apply(self, x)
-        return y + self.bias if self.has_bias else y
+        return y + self.bias if self.has_bias else y  # type: ignore[operator]  # a bias exists where has_bias says so
 
 
 class ReplicatedLinear(LinearBase):
@@ -171,7 +171,7 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., in / ranks) -> (..., out)``, summed over the ranks."""
         y = self.group.all_reduce(self.method.apply(self, x))
-        return y + self.bias if self.has_bias else y
+        return y + self.bias if self.has_bias else y  # type: ignore[operator]  # a bias exists where has_bias says so
 
 
 class ParallelLMHead(LinearBase):

@@ -34,9 +34,7 @@ class RMSNorm(LoadableModule):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"), requires_grad=False)
         self._scaled: torch.Tensor | None = None
 
-    def load_pieces(
-        self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """See `LoadableModule`; on the CPU in float32 a weight for the short form is kept too."""
         super().load_pieces(leaf, pieces, device, dtype)
         if device.type == "cpu" and dtype is torch.float32:

@@ -1,15 +1,14 @@
-"""Counter-based randomness: a draw depends on (row seed, vocabulary index) and on nothing else.
+"""Counter-based randomness: a draw depends on (base seed, position) and on nothing else.
 
-So the same request draws the same tokens whatever shares its batch, on any device and on every rank. The generator is
-the SplitMix64 finaliser (Steele, Lea and Flood, 2014) over ``seed + index * golden ratio``; tokens are drawn by the
-Gumbel-max trick (Gumbel, 1954).
+So the same request draws the same tokens whatever shares its batch, and every rank draws the same. The generator is the
+SplitMix64 finaliser (Steele, Lea and Flood, 2014); a token is drawn by inverting the cumulative distribution.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["derive_row_seed", "gumbel"]
+__all__ = ["draw", "row_bits", "row_uniform"]
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -17,36 +16,33 @@ MIX1 = 0xBF58476D1CE4E5B9
 MIX2 = 0x94D049BB133111EB
 
 
-def derive_row_seed(base: int, position: int) -> int:
-    """Seed of one draw of a request: a signed 64-bit scramble of its base seed and its number of drawn tokens."""
-    z = ((base & MASK) + (position + 1) * GOLDEN) & MASK
-    z = ((z ^ (z >> 30)) * MIX1) & MASK
-    z = ((z ^ (z >> 27)) * MIX2) & MASK
-    return _signed(z ^ (z >> 31))
+def row_bits(base: int, position: int) -> int:
+    """64 random bits for one draw of a request: a scramble of its base seed and its number of drawn tokens."""
+    z = (_scramble(base & MASK) + (position + 1) * GOLDEN) & MASK
+    return _scramble(z)
 
 
-def gumbel(seeds: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise.
+def row_uniform(base: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    return (row_bits(base, position) >> 11) * 2.0**-53
+
+
+def draw(log_weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one index per row.
 
     Args:
-        seeds: ``(R,)`` int64, one per row.
-        index: ``(V,)`` or ``(R, C)`` int64 vocabulary indices.
+        log_weights: ``(R, C)`` float32 unnormalised log-probabilities, at most 0 with the best at 0; -inf never drawn.
+        uniforms: ``(R,)`` float64 in [0, 1).
 
     Returns:
-        ``(R, V)`` or ``(R, C)`` float32. The upper tail, which decides rare draws, keeps full relative precision.
+        ``(R,)`` int64 column indices. The sum runs in float64, so that no likely token is favoured by rounding.
     """
-    z = seeds.unsqueeze(-1) + index * _signed(GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(MIX2)
-    bits = _shift(z ^ _shift(z, 31), 11)
-    v = ((bits.to(torch.float32) + 0.5) * 2.0**-53).clamp_(max=1.0 - 2.0**-24)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    cumulative = log_weights.exp().cumsum(-1, dtype=torch.float64)
+    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=log_weights.shape[-1] - 1)
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+def _scramble(z: int) -> int:
+    z = ((z ^ (z >> 30)) * MIX1) & MASK
+    z = ((z ^ (z >> 27)) * MIX2) & MASK
+    return z ^ (z >> 31)

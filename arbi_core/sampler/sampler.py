@@ -1,7 +1,7 @@
 """Draws one token per row.
 
 Order: penalties, logit bias, named processors, minimum length; greedy rows take the best; the others are divided by
-their temperature, filtered by top-k, top-p and min-p, and drawn by Gumbel-max.
+their temperature, filtered by top-k, top-p and min-p, and drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from arbi_core.engine.messages import TokenLogprobs
 from arbi_core.sampler.filters import candidates, min_p_mask
 from arbi_core.sampler.logprobs import token_logprobs
-from arbi_core.sampler.noise import derive_row_seed, gumbel
+from arbi_core.sampler.noise import draw, row_uniform
 from arbi_core.sampler.params import SamplingParams
 from arbi_core.sampler.penalties import TokenCounts, has_penalties
 
@@ -74,16 +74,11 @@ class Sampler:
     """Stateless but for what rows carry.
 
     Args:
-        vocab_size: width of the logits.
-        device: device of the logits.
         processors: installed logits processors by name.
     """
 
-    def __init__(
-        self, vocab_size: int, device: torch.device, processors: Mapping[str, LogitsProcessor] | None = None
-    ) -> None:
+    def __init__(self, processors: Mapping[str, LogitsProcessor] | None = None) -> None:
         self._processors = processors or {}
-        self._index = torch.arange(vocab_size, dtype=torch.int64, device=device)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
         """Draw one token per row of ``(R, V)`` float32 logits, which stay as they are."""
@@ -146,14 +141,14 @@ class Sampler:
         plain = [i for i in drawn if i not in set(filtered)]
         tokens = tokens.clone()
         if plain:
-            scaled, seeds = self._prepare(logits, rows, plain)
+            scaled, uniforms = self._prepare(logits, rows, plain)
             if any(rows[i].params.min_p for i in plain):
                 scaled = min_p_mask(scaled, torch.tensor([rows[i].params.min_p for i in plain], device=logits.device))
-            tokens[plain] = (scaled + gumbel(seeds, self._index)).argmax(-1)
+            tokens[plain] = draw(scaled, uniforms)
         if filtered:
-            scaled, seeds = self._prepare(logits, rows, filtered)
+            scaled, uniforms = self._prepare(logits, rows, filtered)
             values, index = candidates(scaled, [rows[i].params for i in filtered])
-            choice = (values + gumbel(seeds, index)).argmax(-1, keepdim=True)
+            choice = draw(values, uniforms).unsqueeze(-1)
             tokens[filtered] = index.gather(-1, choice).squeeze(-1)
         return tokens
 
@@ -164,9 +159,9 @@ class Sampler:
         device = logits.device
         chosen = logits if len(which) == logits.shape[0] else logits[torch.tensor(which, device=device)]
         temperature = torch.tensor([rows[i].params.temperature for i in which], device=device).unsqueeze(-1)
-        seeds = [derive_row_seed(rows[i].base_seed, len(rows[i].output_token_ids)) for i in which]
+        uniforms = [row_uniform(rows[i].base_seed, len(rows[i].output_token_ids)) for i in which]
         scaled = (chosen - chosen.amax(-1, keepdim=True)) / temperature
-        return scaled, torch.tensor(seeds, dtype=torch.int64, device=device)
+        return scaled, torch.tensor(uniforms, dtype=torch.float64, device=device)
 
 
 def _errors(best: torch.Tensor) -> list[str | None]:

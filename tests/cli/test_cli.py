@@ -61,7 +61,17 @@ def test_wrong_usage_ends_with_code_2():
 
 
 def test_bench_prints_a_table_and_json(tiny_dir):
-    args = ["bench", str(tiny_dir("llama")), "--skip-tokenizer-init", "--batch", "1,2", "--input-len", "16", "--output-len", "8"]
+    args = [
+        "bench",
+        str(tiny_dir("llama")),
+        "--skip-tokenizer-init",
+        "--batch",
+        "1,2",
+        "--input-len",
+        "16",
+        "--output-len",
+        "8",
+    ]
     assert "ready after" in arbi(*args).stdout
     report = json.loads(arbi(*args, "--json").stdout)
     assert [r["batch"] for r in report["results"]] == [1, 2]

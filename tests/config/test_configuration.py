@@ -73,7 +73,10 @@ def test_plugin_sections_are_part_of_the_tree():
     from arbi_plugin_gguf.config import GgufConfig
 
     sections = {"gguf": GgufConfig}
-    assert resolve({"plugins.gguf.packed": "off"}, environment={}, sections=sections).config.plugins["gguf"].packed == "off"
+    assert (
+        resolve({"plugins.gguf.packed": "off"}, environment={}, sections=sections).config.plugins["gguf"].packed
+        == "off"
+    )
     with pytest.raises(ConfigError, match="plugins.gguf.packed: 'half' is not one of the choices"):
         resolve({"plugins.gguf.packed": "half"}, environment={}, sections=sections)
     assert from_values({"plugins": {"gguf": {"packed": "off"}}}).plugins["gguf"].packed == "off"

@@ -62,7 +62,9 @@ def test_logprobs_add_up(llm):
 
 
 def test_min_tokens_and_stop_token_ids(llm):
-    free = llm.generate("stop", SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    free = llm.generate("stop", SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)[
+        0
+    ].outputs[0]
     stop = free.token_ids[2]
     first = free.token_ids.index(stop) + 1
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop_token_ids=[stop])
@@ -72,7 +74,9 @@ def test_min_tokens_and_stop_token_ids(llm):
 
 def test_generation_ends_at_the_context(tiny_text_dir):
     with LLM(str(tiny_text_dir), max_model_len=32, num_pages=16) as small:
-        output = small.generate({"prompt_token_ids": [5] * 30}, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+        output = small.generate(
+            {"prompt_token_ids": [5] * 30}, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False
+        )
         assert (len(output[0].outputs[0].token_ids), output[0].outputs[0].finish_reason) == (2, "length")
         with pytest.raises(RequestError, match="the prompt has 40 tokens, but the context of this model is 32"):
             small.generate({"prompt_token_ids": [5] * 40}, use_tqdm=False)
@@ -116,7 +120,9 @@ def test_nan_ends_one_request_and_spares_the_others(llm):
 
     runner.model.compute_logits = poisoned
     try:
-        outputs = llm.generate(["a", "b", "c"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(
+            ["a", "b", "c"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
+        )
     finally:
         runner.model.compute_logits = compute
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
@@ -190,7 +196,9 @@ def test_plugins_hear_of_the_engine_and_of_every_request(tiny_text_dir):
     plugin.arbi_request_finished = hookimpl(lambda record: heard.append(record))
     values = {"model.path": str(tiny_text_dir), "cache.num_pages": 64}
     core = build_engine(from_values(values), load_registry(extra=[plugin])).core
-    core.submit(SubmitMsg(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=3, ignore_eos=True)))
+    core.submit(
+        SubmitMsg(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=3, ignore_eos=True))
+    )
     while core.has_work:
         core.step()
     core.close()

@@ -81,7 +81,9 @@ def test_truncated_file_names_both_sizes(copy):
     file = copy / "model.safetensors"
     raw = file.read_bytes()
     file.write_bytes(raw[:-1000])
-    with pytest.raises(CheckpointError, match=rf"truncated: its tensors need {len(raw)} bytes and the file has {len(raw) - 1000}"):
+    with pytest.raises(
+        CheckpointError, match=rf"truncated: its tensors need {len(raw)} bytes and the file has {len(raw) - 1000}"
+    ):
         generate(copy)
     file.write_bytes(raw[:20])
     with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
@@ -260,9 +262,16 @@ def test_two_ranks_hold_the_whole_model_between_them(tiny_dir, registry, dummy):
     whole = build(path, SingleProcessGroup(), registry, dummy)
     left, right = (build(path, Rank(r, 2), registry, dummy) for r in range(2))
     qkv = "layers.0.attn.qkv.weight"
-    pieces = [torch.cat(pair) for pair in zip(left[qkv].split([32, 16, 16]), right[qkv].split([32, 16, 16]), strict=True)]
+    pieces = [
+        torch.cat(pair) for pair in zip(left[qkv].split([32, 16, 16]), right[qkv].split([32, 16, 16]), strict=True)
+    ]
     assert torch.equal(torch.cat(pieces), whole[qkv])
-    for name, dim in (("layers.1.attn.output.weight", 1), ("layers.1.mlp.down.weight", 1), ("embed.weight", 0), ("lm_head.weight", 0)):
+    for name, dim in (
+        ("layers.1.attn.output.weight", 1),
+        ("layers.1.mlp.down.weight", 1),
+        ("embed.weight", 0),
+        ("lm_head.weight", 0),
+    ):
         assert torch.equal(torch.cat((left[name], right[name]), dim), whole[name]), name
     assert torch.equal(left["norm.weight"], whole["norm.weight"])
 
@@ -331,7 +340,11 @@ def make_wide_checkpoint(path):
         "rms_norm_eps": 1e-6,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    tensors = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    tensors = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for i in range(layers):
         at = f"model.layers.{i}"
         tensors.update({f"{at}.self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"})

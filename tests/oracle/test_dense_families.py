@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.recorder import LogitRecorder
-from support.tiny import TINY, reference_model
 
 from arbi_core import LLM, SamplingParams
+from support.recorder import LogitRecorder
+from support.tiny import TINY, reference_model
 
 TOLERANCE = 1e-4
 LENGTHS = (61, 7, 33, 1, 48)
@@ -17,7 +17,13 @@ def prompts(lengths=LENGTHS):
 
 
 def open_llm(path, **overrides):
-    options = {"max_model_len": 256, "page_size": 8, "num_pages": 160, "max_num_seqs": 8, "enable_prefix_caching": False}
+    options = {
+        "max_model_len": 256,
+        "page_size": 8,
+        "num_pages": 160,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+    }
     return LLM(str(path), skip_tokenizer_init=True, **{**options, **overrides})
 
 
@@ -38,7 +44,9 @@ def compare(recorder, sequences, model):
     unmatched = dict(recorder.logits)
     for ids in sequences:
         expected = reference_logits(model, ids)
-        key = min(unmatched, key=lambda k: (unmatched[k][0] - expected[0]).abs().max() + 1e3 * (len(unmatched[k]) != len(ids)))
+        key = min(
+            unmatched, key=lambda k: (unmatched[k][0] - expected[0]).abs().max() + 1e3 * (len(unmatched[k]) != len(ids))
+        )
         got = unmatched.pop(key)
         assert sorted(got) == list(range(len(ids)))
         worst = max((got[p] - expected[p]).abs().max().item() for p in got)
@@ -84,7 +92,12 @@ def test_greedy_text_of_64_tokens_is_identical(tiny_dir, variant):
     for ids, out in zip(ids_list, outputs, strict=True):
         with torch.no_grad():
             expected = model.generate(
-                torch.tensor([ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([ids]),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )[0, len(ids) :].tolist()
         assert out == expected
 

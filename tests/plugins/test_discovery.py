@@ -92,7 +92,10 @@ BROKEN = {
     "no version": (plugin(version=None), "does not state arbi_api_version"),
     "raising hook": (plugin(arbi_logits_processors=fail), "arbi_logits_processors raised RuntimeError: boom"),
     "no sequence": (plugin(arbi_logits_processors=lambda: 5), "must return a sequence, not 5"),
-    "wrong type": (plugin(arbi_logits_processors=lambda: ["x"]), "'x', which is not a LogitsProcessor; it lacks apply, name"),
+    "wrong type": (
+        plugin(arbi_logits_processors=lambda: ["x"]),
+        "'x', which is not a LogitsProcessor; it lacks apply, name",
+    ),
     "class for object": (plugin(arbi_logits_processors=lambda: [Processor]), "is not a LogitsProcessor"),
     "empty name": (plugin(arbi_logits_processors=lambda: [Processor("")]), "whose name is ''"),
     "sections": (plugin(arbi_config_sections=lambda: []), "must return a dict of attrs classes"),
@@ -124,7 +127,9 @@ def test_all_offers_of_a_broken_plugin_are_dropped(install):
 def test_duplicate_key_names_both_and_a_preference_decides(install):
     install("one", plugin(arbi_logits_processors=processors), dist="dist-one")
     install("two", plugin(arbi_logits_processors=processors), dist="dist-two")
-    with pytest.raises(PluginConflictError, match=r"'p': one of dist-one and two of dist-two.*--prefer-plugin p=dist-one"):
+    with pytest.raises(
+        PluginConflictError, match=r"'p': one of dist-one and two of dist-two.*--prefer-plugin p=dist-one"
+    ):
         load_registry()
     for winner in ("dist-one", "dist-two"):
         assert "p" in load_registry(PluginsConfig(prefer=(f"p={winner}",))).logits_processors
@@ -148,7 +153,9 @@ def test_only_the_named_plugins_are_loaded(install, monkeypatch):
 
 def test_unknown_names_list_what_is_installed():
     registry = load_registry()
-    with pytest.raises(UnsupportedModelError, match=r"'Gemma3ForCausalLM' .*LlamaForCausalLM.*pip install arbi-plugin-gemma"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'Gemma3ForCausalLM' .*LlamaForCausalLM.*pip install arbi-plugin-gemma"
+    ):
         registry.family("Gemma3ForCausalLM")
     with pytest.raises(UnknownNameError, match=r"the executor 'moon' \(installed: local\)"):
         registry.pick("executor", registry.executors, "moon")
@@ -182,7 +189,9 @@ def test_objects_can_be_registered_in_process():
 
 
 def run_cli(*args):
-    return subprocess.run([sys.executable, "-m", "arbi_core.cli.main", *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "arbi_core.cli.main", *args], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_arbi_plugins_shows_what_each_offers():
@@ -201,4 +210,6 @@ def test_light_commands_never_import_torch(args):
 
 
 def test_importing_the_package_is_torch_free():
-    subprocess.run([sys.executable, "-c", "import sys, arbi_core, arbi_core.api; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, arbi_core, arbi_core.api; assert 'torch' not in sys.modules"], check=True
+    )

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from arbi_core import SamplingParams
 from arbi_core.sampler.filters import candidates, min_p_mask
-from arbi_core.sampler.noise import derive_row_seed, gumbel
+from arbi_core.sampler.noise import draw as draw_index
+from arbi_core.sampler.noise import row_bits, row_uniform
 from arbi_core.sampler.sampler import Sampler, SamplerRow
 
 V = 50
-CPU = torch.device("cpu")
 
 
 def row(seed=1, prompt=(), output=(), stop=(), **params):
@@ -23,7 +23,7 @@ def row(seed=1, prompt=(), output=(), stop=(), **params):
 
 
 def draw(logits, rows, processors=None):
-    return Sampler(logits.shape[1], CPU, processors).sample(logits, rows)
+    return Sampler(processors).sample(logits, rows)
 
 
 def random_logits(rows, seed=0, scale=2.0):
@@ -106,7 +106,9 @@ def test_draws_follow_the_distribution(params):
     logits = random_logits(1, 3)
     count = 20_000
     p = torch.softmax(logits[0].double() / params["temperature"], -1)
-    kept = kept_by_brute_force(logits[0] / params["temperature"], params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0))
+    kept = kept_by_brute_force(
+        logits[0] / params["temperature"], params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0)
+    )
     expected = np.array([p[t].item() if t in kept else 0.0 for t in range(V)])
     expected = expected / expected.sum() * count
     batch = 500
@@ -129,7 +131,10 @@ def test_same_seed_gives_the_same_token_in_any_company():
     for _ in range(20):
         others = rng.randint(0, 6)
         place = rng.randint(0, others)
-        rows = [row(seed=rng.randint(0, 99), temperature=rng.choice([0, 0.5, 1.0]), top_k=rng.choice([0, 4])) for _ in range(others)]
+        rows = [
+            row(seed=rng.randint(0, 99), temperature=rng.choice([0, 0.5, 1.0]), top_k=rng.choice([0, 4]))
+            for _ in range(others)
+        ]
         logits = random_logits(others, rng.randint(0, 999))
         rows.insert(place, row(seed=5, output=[1, 2], **options))
         logits = torch.cat((logits[:place], special, logits[place:]))
@@ -142,24 +147,39 @@ def test_next_position_draws_anew():
     assert len(drawn) > 10
 
 
-def test_noise_is_gumbel():
-    g = gumbel(torch.tensor([derive_row_seed(1, 0)]), torch.arange(200_000)).double()
-    assert abs(g.mean() - 0.5772) < 0.01
-    assert abs(g.var() - math.pi**2 / 6) < 0.03
-    assert g.isfinite().all()
+def test_uniforms_are_uniform_and_never_one():
+    values = np.array([row_uniform(b, p) for b in range(100) for p in range(200)])
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.01
+    counts, _ = np.histogram(values, bins=20, range=(0, 1))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 50
 
 
-def test_row_seeds_differ_by_base_and_position():
-    seeds = {derive_row_seed(b, p) for b in (0, 1, -1, 2**64 - 2) for p in range(50)}
-    assert len(seeds) == 200
-    assert all(-(2**63) <= s < 2**63 for s in seeds)
+def test_extreme_uniforms_draw_tokens_that_can_be_drawn():
+    weights = torch.tensor([[-math.inf, 0.0, -math.inf, -1.0, -math.inf]])
+    for u, expected in ((0.0, 1), (1 - 2.0**-53, 3)):
+        assert draw_index(weights, torch.tensor([u], dtype=torch.float64)).item() == expected
+
+
+def test_row_bits_differ_by_base_and_position():
+    bits = {row_bits(b, p) for b in (0, 1, -1, 2**64 - 2) for p in range(50)}
+    assert len(bits) == 200
+    assert row_bits(-1, 3) == row_bits(2**64 - 1, 3), "seeds are taken modulo 2^64"
 
 
 def test_penalties_count_what_they_should():
     logits = torch.ones(1, V)
     logits[0, 8] = -1.0
-    sampler = Sampler(V, CPU)
-    r = row(prompt=[7, 8], output=[5, 5, 6], presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, temperature=0)
+    sampler = Sampler()
+    r = row(
+        prompt=[7, 8],
+        output=[5, 5, 6],
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=2.0,
+        temperature=0,
+    )
     edited = sampler._edit(logits, [r])[0]
     assert edited[5].item() == 1 / 2 - 2 * 0.25 - 0.5
     assert edited[6].item() == 1 / 2 - 0.25 - 0.5
@@ -172,7 +192,7 @@ def test_penalties_count_what_they_should():
 @given(st.lists(st.integers(0, V - 1), max_size=200), st.integers(0, 200))
 def test_incremental_counts_equal_a_recount(tokens, cut):
     r = row(presence_penalty=0.5, frequency_penalty=0.5, output=tokens[:cut], temperature=0)
-    sampler = Sampler(V, CPU)
+    sampler = Sampler()
     sampler._edit(torch.zeros(1, V), [r])
     r.output_token_ids.extend(tokens[cut:])
     got = sampler._edit(torch.zeros(1, V), [r])[0]

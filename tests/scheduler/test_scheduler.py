@@ -40,9 +40,7 @@ class World:
     def add(self, name, prompt, max_tokens=5, **options):
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=options.pop("min_tokens", 0))
         self.now += 1e-6
-        msg = SubmitMsg(
-            request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, arrival=self.now, **options
-        )
+        msg = SubmitMsg(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, arrival=self.now, **options)
         self.scheduler.add(Request(msg, base_seed=0))
         self.outputs[name] = []
 
@@ -60,7 +58,9 @@ class World:
                 self.pages_written[page, p % self.size] = tuple(state["ids"][: p + 1])
             for p in range(state["computed"]):
                 page = state["pages"][p // self.size]
-                assert self.pages_written[page, p % self.size] == tuple(state["ids"][: p + 1]), "state of another request"
+                assert self.pages_written[page, p % self.size] == tuple(state["ids"][: p + 1]), (
+                    "state of another request"
+                )
             state["computed"] += row.num_tokens
             if row.samples:
                 assert state["computed"] == len(state["ids"])

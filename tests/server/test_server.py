@@ -108,7 +108,9 @@ def test_completions_stream_and_do_not(server):
 
 
 def test_several_prompts_and_several_choices_keep_their_order(server):
-    answer = server.client.completions.create(model="tiny", prompt=["abc", "xyz"], n=2, seed=3, temperature=1, max_tokens=5)
+    answer = server.client.completions.create(
+        model="tiny", prompt=["abc", "xyz"], n=2, seed=3, temperature=1, max_tokens=5
+    )
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
     alone = server.client.completions.create(model="tiny", prompt="xyz", n=2, seed=3, temperature=1, max_tokens=5)
     assert [c.text for c in answer.choices[2:]] == [c.text for c in alone.choices]
@@ -217,7 +219,12 @@ def test_openai_clients_raise_their_own_errors(server):
         ({"messages": CHAT, "logit_bias": {"99999": 1}}, 400, None, "outside the vocabulary"),
         ({"messages": CHAT, "logits_processors": ["nope"]}, 400, "logits_processors", "'nope'"),
         ({"messages": CHAT, "model": "other"}, 404, "model", "is not served"),
-        ({"messages": [{"role": "user", "content": "x " * 2000}]}, 400, "prompt", "context of this model is 512 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 2000}]},
+            400,
+            "prompt",
+            "context of this model is 512 tokens",
+        ),
     ],
 )
 def test_bad_requests_name_field_and_problem(server, body, status, param, says):
@@ -225,11 +232,14 @@ def test_bad_requests_name_field_and_problem(server, body, status, param, says):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param)
     assert says in error["message"]
-    assert error["type"] and error["code"]
+    assert error["type"]
+    assert error["code"]
 
 
 def test_harmless_fields_and_nulls_are_accepted(server):
-    answer = server.post(messages=CHAT, user="u", metadata={"a": "b"}, store=False, tools=None, stop=None, top_p=None, max_tokens=2)
+    answer = server.post(
+        messages=CHAT, user="u", metadata={"a": "b"}, store=False, tools=None, stop=None, top_p=None, max_tokens=2
+    )
     assert answer.status_code == 200
 
 
@@ -343,6 +353,7 @@ def test_two_hundred_requests_on_a_tiny_pool_all_get_their_turn(tiny_text_dir):
     values = {"cache.num_pages": 12, "cache.page_size": 8, "scheduler.max_num_seqs": 8}
     server = Server(tiny_text_dir, **values)
     try:
+
         def ask(i):
             return server.post("/v1/completions", prompt=f"request {i}", temperature=0, max_tokens=12, ignore_eos=True)
 

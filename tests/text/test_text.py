@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.tokenizers import CORPUS, TEMPLATE, byte_level, sentencepiece_like
 
 from arbi_core import SamplingParams
 from arbi_core.engine.messages import FinishOut, FinishReason, TokenLogprobs, TokenOut
@@ -14,6 +13,7 @@ from arbi_core.text.chat import encode_chat, normalize_messages, render_chat
 from arbi_core.text.detokenizer import IncrementalDetokenizer
 from arbi_core.text.stop import StopStrings
 from arbi_core.text.tokenizer import Tokenizer
+from support.tokenizers import CORPUS, TEMPLATE, byte_level, sentencepiece_like
 
 BYTES = Tokenizer(TokenizerParts(byte_level(), "<s>", "</s>", {"default": TEMPLATE}))
 SPM = Tokenizer(TokenizerParts(sentencepiece_like(), "<s>", "</s>"))
@@ -118,7 +118,9 @@ def test_chat_is_rendered_and_encoded_without_a_second_begin_token():
 
 
 def test_text_parts_are_joined():
-    (message,) = normalize_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    (message,) = normalize_messages(
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    )
     assert message["content"] == "ab"
 
 
@@ -167,7 +169,10 @@ def test_template_variables_reach_the_template():
 
 def test_tojson_and_generation_tags_work_as_models_expect():
     template = "{% generation %}{{ messages[0] | tojson }}{% endgeneration %}"
-    assert render_chat(BYTES, [{"role": "user", "content": "é<"}], template=template) == '{"role": "user", "content": "é<"}'
+    assert (
+        render_chat(BYTES, [{"role": "user", "content": "é<"}], template=template)
+        == '{"role": "user", "content": "é<"}'
+    )
 
 
 # -- assembler --------------------------------------------------------------------------------------------------------

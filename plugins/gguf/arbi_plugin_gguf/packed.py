@@ -1,10 +1,10 @@
 """Linears that stay packed on the CPU.
 
-A few rows cost the bytes of the weight, so Q4_0 and Q4_1 (``value = code * d + m`` over blocks of 32) go through torch's
-int4 kernel, which computes exactly that up to the rounding of scale and zero to bfloat16. More rows, and every other
-type, go through FBGEMM's half-precision weights with float32 activations: half the bytes of float32, its arithmetic, and
-weights rounded to 11 bits. Where torch has no FBGEMM, or the file is too large to keep a half-precision copy beside the
-codes, wide products unpack the mapped file on the spot.
+A few rows cost the bytes of the weight, so Q4_0 and Q4_1 (``value = code * d + m`` over blocks of 32) go through
+torch's int4 kernel, which computes exactly that up to the rounding of scale and zero to bfloat16. More rows, and every
+other type, go through FBGEMM's half-precision weights with float32 activations: half the bytes of float32, its
+arithmetic, and weights rounded to 11 bits. Where torch has no FBGEMM, or the file is too large to keep a half-precision
+copy beside the codes, wide products unpack the mapped file on the spot.
 
 Torch is imported when a weight is loaded.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
     from arbi_core.api import LinearBase, LinearMethod, WeightContext, WeightPiece
 
 __all__ = ["HalfFormat", "PackedInt4Format"]

@@ -47,7 +47,10 @@ def test_chat_prompts_equal_those_of_transformers(reference, exact):
 
     _, theirs = reference
     for text in CHAT:
-        for messages in ([{"role": "user", "content": text}], [{"role": "system", "content": "s"}, {"role": "user", "content": text}]):
+        for messages in (
+            [{"role": "user", "content": text}],
+            [{"role": "system", "content": "s"}, {"role": "user", "content": text}],
+        ):
             expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             assert render_chat(exact.get_tokenizer(), messages) == expected
 
@@ -60,7 +63,9 @@ def test_greedy_text_equals_that_of_transformers_for_ten_prompts(reference, exac
     for output in outputs:
         ids = torch.tensor([output.prompt_token_ids])
         with torch.no_grad():
-            theirs = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+            theirs = model.generate(
+                ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
         assert output.outputs[0].token_ids == theirs[0, ids.shape[1] :].tolist(), output.prompt
 
 
@@ -78,7 +83,9 @@ def test_packed_weights_keep_the_quality(exact):
     ids = exact.get_tokenizer().encode(text)[:256]
     params = SamplingParams(temperature=0, max_tokens=1)
     logits = []
-    with LLM("demo", cpu_kv_gib=0.25, max_num_batched_tokens=32, max_num_seqs=32, enable_prefix_caching=False) as packed:
+    with LLM(
+        "demo", cpu_kv_gib=0.25, max_num_batched_tokens=32, max_num_seqs=32, enable_prefix_caching=False
+    ) as packed:
         for llm in (exact, packed):
             recorder = LogitRecorder(llm)
             llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)

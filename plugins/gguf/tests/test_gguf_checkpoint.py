@@ -4,13 +4,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from arbi_plugin_gguf.checkpoint import GGUFFormat
-from arbi_plugin_gguf.dequant import as_blocks, dequantize, unpack_q4
-from gguf_files import HIDDEN, KINDS, VOCAB, packed, write_model
 
 from arbi_core import LLM, SamplingParams
 from arbi_core.errors import CheckpointError, UnsupportedModelError
-
+from arbi_plugin_gguf.checkpoint import GGUFFormat
+from arbi_plugin_gguf.dequant import as_blocks, dequantize, unpack_q4
+from gguf_files import HIDDEN, KINDS, VOCAB, packed, write_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +81,9 @@ def test_packed_and_unpacked_models_agree(tmp_path, kind):
     write_model(tmp_path / "m.gguf", kind)
     logits = {}
     for mode in ("auto", "off"):
-        with LLM(str(tmp_path / "m.gguf"), skip_tokenizer_init=True, num_pages=64, plugins={"gguf": {"packed": mode}}) as llm:
+        with LLM(
+            str(tmp_path / "m.gguf"), skip_tokenizer_init=True, num_pages=64, plugins={"gguf": {"packed": mode}}
+        ) as llm:
             runner = llm._built.core._executor._runner
             method = type(runner.model.layers[0].mlp.down.method).__name__
             assert (method == "DenseMethod") == (mode == "off")

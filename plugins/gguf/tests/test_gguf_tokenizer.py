@@ -1,10 +1,10 @@
 """Tokenizers from GGUF metadata."""
 
 import pytest
-from arbi_plugin_gguf.tokenizer import PRE_TOKENIZERS, build_tokenizer
 
 from arbi_core.errors import CheckpointError, UnsupportedModelError
 from arbi_core.text.tokenizer import Tokenizer
+from arbi_plugin_gguf.tokenizer import PRE_TOKENIZERS, build_tokenizer
 
 SAMPLES = [
     "Hello world", "  leading and   inner spaces ", "line\nbreaks\n\n\tand tabs", "naïve café 東京 🙂 — “quotes”",
@@ -34,12 +34,20 @@ def byte_level_meta(pre="gpt-2", **extra):
 @pytest.mark.parametrize("text", SAMPLES[:8])
 def test_byte_level_text_survives_the_round_trip(pre, text):
     tokenizer = Tokenizer(build_tokenizer(byte_level_meta(pre), "file"))
-    assert tokenizer.decode(tokenizer.encode(text)) == (text if pre != "qwen2" else __import__("unicodedata").normalize("NFC", text))
+    assert tokenizer.decode(tokenizer.encode(text)) == (
+        text if pre != "qwen2" else __import__("unicodedata").normalize("NFC", text)
+    )
 
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
-    [("gpt-2", ["123"]), ("smollm", ["1", "2", "3"]), ("llama-bpe", ["123"]), ("qwen2", ["1", "2", "3"]), ("default", ["123"])],
+    [
+        ("gpt-2", ["123"]),
+        ("smollm", ["1", "2", "3"]),
+        ("llama-bpe", ["123"]),
+        ("qwen2", ["1", "2", "3"]),
+        ("default", ["123"]),
+    ],
 )
 def test_pre_tokenizers_split_digits_their_own_way(pre, pieces):
     tokenizer = Tokenizer(build_tokenizer(byte_level_meta(pre), "file"))
@@ -56,7 +64,11 @@ def test_begin_and_end_tokens_are_added_where_the_file_says_so():
 
 
 def test_templates_and_special_tokens_are_kept():
-    extra = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B", "tokenizer.ggml.padding_token_id": 1}
+    extra = {
+        "tokenizer.chat_template": "A",
+        "tokenizer.chat_template.tool_use": "B",
+        "tokenizer.ggml.padding_token_id": 1,
+    }
     parts = build_tokenizer(byte_level_meta(**extra), "file")
     assert parts.chat_templates == {"default": "A", "tool_use": "B"}
     assert (parts.bos_token, parts.eos_token, parts.special) == ("<s>", "</s>", {"pad_token": "</s>"})
@@ -81,7 +93,9 @@ def sentencepiece_model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("spm")
     corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join(["the quick brown fox jumps over the lazy dog", "hello world and hello again", "numbers 1 2 3"] * 50))
+    corpus.write_text(
+        "\n".join(["the quick brown fox jumps over the lazy dog", "hello world and hello again", "numbers 1 2 3"] * 50)
+    )
     spm.SentencePieceTrainer.train(
         input=str(corpus), model_prefix=str(folder / "m"), vocab_size=340, model_type="bpe", byte_fallback=True,
         character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
@@ -106,7 +120,9 @@ def spm_meta(model, **extra):
     }
 
 
-@pytest.mark.parametrize("text", ["the quick fox", "hello  world", " led by space", "unknown: 東京 🙂", "thethethe", "123"])
+@pytest.mark.parametrize(
+    "text", ["the quick fox", "hello  world", " led by space", "unknown: 東京 🙂", "thethethe", "123"]
+)
 def test_sentencepiece_ids_equal_the_original(sentencepiece_model, text):
     tokenizer = Tokenizer(build_tokenizer(spm_meta(sentencepiece_model), "file"))
     ids = tokenizer.encode(text)
@@ -115,10 +131,14 @@ def test_sentencepiece_ids_equal_the_original(sentencepiece_model, text):
 
 
 def test_sentencepiece_without_space_prefix(sentencepiece_model):
-    meta = spm_meta(sentencepiece_model, **{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False})
+    meta = spm_meta(
+        sentencepiece_model, **{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    )
     tokenizer = Tokenizer(build_tokenizer(meta, "file"))
     assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
-    assert tokenizer.token_text(tokenizer.encode("fox")[0]) == "f" or not tokenizer.token_text(tokenizer.encode("fox")[0]).startswith(" ")
+    assert tokenizer.token_text(tokenizer.encode("fox")[0]) == "f" or not tokenizer.token_text(
+        tokenizer.encode("fox")[0]
+    ).startswith(" ")
 
 
 def test_scores_must_match_the_tokens(sentencepiece_model):

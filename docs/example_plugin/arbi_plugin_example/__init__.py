@@ -1,0 +1,1 @@
+"""A complete arbi plugin, explained in docs/plugin-authors.md."""
