@@ -1,1 +1,1 @@
-"""TODO."""
+"""Process groups of parallel ranks."""

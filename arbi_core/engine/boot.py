@@ -82,7 +82,7 @@ def build_engine(
     dtype = DTYPES[loaded.spec.dtype if config.model.dtype == "auto" and device.type != "cpu" else _cpu_dtype(config)]
     max_model_len = _max_model_len(config, loaded)
     group = SingleProcessGroup()
-    model = _load(loaded, config, registry, device, dtype, group, max_model_len, progress or NoProgress())
+    model, held = _load(loaded, config, registry, device, dtype, group, max_model_len, progress or NoProgress())
 
     ctx = BackendContext(
         device=device,
@@ -132,7 +132,7 @@ def build_engine(
         processors=registry.logits_processors,
     )
     tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
-    report = _report(info, pages.rows, dtype, device, time.monotonic() - start)
+    report = _report(info, (("weights", held), *pages.rows), dtype, device, time.monotonic() - start)
     for label, value in report.rows:
         log.info("%s: %s", label, value)
     built = BuiltEngine(
@@ -183,15 +183,16 @@ def _load(
     group: ProcessGroup,
     max_model_len: int,
     progress: Progress,
-) -> Any:
-    """Build on the meta device and fill."""
+) -> tuple[Any, str]:
+    """Build on the meta device and fill; says how the linears are held."""
     with torch.device("meta"):
         model = loaded.family.build(loaded.spec, BuildContext(dtype, group, max_model_len))
     weight_map = loaded.family.weight_map(loaded.spec)
+    held = "random"
     if config.model.load_format == "dummy":
         load_dummy(model, weight_map, device=device, dtype=dtype, seed=config.model.seed)
     else:
-        load_weights(
+        report = load_weights(
             model,
             weight_map,
             loaded.checkpoint.tensors(),
@@ -200,12 +201,13 @@ def _load(
             progress=progress,
         )
         loaded.checkpoint.close()
-    return model.eval()
+        held = ", ".join(f"{count} linears {name}" for name, count in sorted(report.linears.items()))
+    return model.eval(), held
 
 
 def _report(
     info: ModelInfo,
-    memory: tuple[tuple[str, str], ...],
+    details: tuple[tuple[str, str], ...],
     dtype: torch.dtype,
     device: torch.device,
     seconds: float,
@@ -215,7 +217,7 @@ def _report(
         (
             ("model", f"{info.name} ({info.architecture}), {str(dtype).removeprefix('torch.')} on {device}"),
             ("attention", backends),
-            *memory,
+            *details,
             ("context", f"{info.max_model_len} tokens"),
             ("KV capacity", f"{info.kv_capacity_tokens} tokens"),
             ("ready after", f"{seconds:.1f} s"),

@@ -73,7 +73,7 @@ class EngineCore:
         self._on_close = on_close
         self._health = Health(HealthState.READY)
         self._failed_steps = 0
-        self._steps = self._prompt_tokens = self._generated = self._cached = 0
+        self._steps = self._generated = self._cached = 0
         self._finished: dict[str, int] = {}
 
     # -- intake ---------------------------------------------------------------------------------------------------
@@ -166,7 +166,6 @@ class EngineCore:
         self._failed_steps = 0
         for a in plan.admitted:
             self._cached += a.computed
-        self._prompt_tokens += sum(r.num_tokens for r in plan.rows) - sum(r.samples for r in plan.rows)
         if self._health.state is HealthState.DEGRADED:
             self._health = Health(HealthState.READY)
 
@@ -225,7 +224,7 @@ class EngineCore:
             pages_total=s.table.total_pages,
             pages_free=s.table.available,
             page_size=s.table.page_size,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=s.prompt_tokens,
             generated_tokens=self._generated,
             cached_tokens=self._cached,
             preemptions=s.preemptions,

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Executes steps: rows, persistent buffers, batch building, forward, draw."""

@@ -75,6 +75,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.preemptions = 0
+        self.prompt_tokens = 0
         self._on_finished = on_finished
         self._dropped: list[str] = []
         self._finished: list[FinishOut] = []
@@ -155,7 +156,8 @@ class Scheduler:
             request = self.requests.get(row.request_id)
             if request is None:
                 continue
-            request.computed += row.num_tokens
+            before, request.computed = request.computed, request.computed + row.num_tokens
+            self.prompt_tokens += max(0, min(request.computed, request.num_prompt) - before)
             error = output.errors.get(row.request_id)
             if error is not None:
                 self._finish(request, FinishReason.ERROR, detail=error)
