@@ -133,6 +133,9 @@ class HttpConfig:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
     served_model_name: str | None = option(None, "Name that clients use; default: the model path's last part.")
+    reasoning_parser: str = option(
+        "auto", "How thinking is split from the answer: auto (by the chat template), none, or a parser's name."
+    )
     max_body_mib: float = option(4.0, "Largest request body in MiB.", low=0.001)
     drain_timeout_s: float = option(30.0, "Seconds that running requests get to finish at shutdown.", low=0.0)
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))

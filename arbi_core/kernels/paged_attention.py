@@ -172,7 +172,7 @@ class PagedAttention:
             k, v = k.to(q.dtype), v.to(q.dtype)
         query = q[row.q_start].view(1, self._kv_heads, self._group, -1)
         result = F.scaled_dot_product_attention(query, k.unsqueeze(0), v.unsqueeze(0), scale=self._scale)
-        out[row.q_start].copy_(result.view(out.shape[1:]))
+        out[row.q_start].view(self._kv_heads, self._group, -1).copy_(result[0])
 
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: RowPlan, done: int, out: torch.Tensor

@@ -22,13 +22,18 @@ from arbi_core.server.routes.completions import completions
 
 if TYPE_CHECKING:
     from arbi_core.engine.client import EngineClient
+    from arbi_core.offers import ReasoningParser
     from arbi_core.offers import Route as PluginRoute
 
 __all__ = ["create_app"]
 
 
 def create_app(
-    engine: EngineClient, *, max_body_bytes: int = 4 << 20, plugin_routes: Iterable[PluginRoute] = ()
+    engine: EngineClient,
+    *,
+    max_body_bytes: int = 4 << 20,
+    plugin_routes: Iterable[PluginRoute] = (),
+    reasoning_parser: ReasoningParser | None = None,
 ) -> Starlette:
     """Make the application.
 
@@ -36,6 +41,7 @@ def create_app(
         engine: answers requests.
         max_body_bytes: larger bodies are refused with 413.
         plugin_routes: routes that plugins offer; one that the core has is a `PluginConflictError`.
+        reasoning_parser: splits thinking from the answers of the chat endpoint.
     """
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -65,6 +71,7 @@ def create_app(
     app.state.engine = engine
     app.state.metrics = Metrics(engine)
     app.state.max_body_bytes = max_body_bytes
+    app.state.reasoning_parser = reasoning_parser
     app.state.started = int(time.time())
     app.state.fingerprint = f"arbi-{__version__}"
     return app

@@ -21,6 +21,7 @@ from arbi_core.server.app import create_app
 if TYPE_CHECKING:
     from arbi_core.config.tree import HttpConfig
     from arbi_core.engine.client import EngineClient
+    from arbi_core.offers import ReasoningParser
     from arbi_core.plugins import Registry
 
 __all__ = ["bind", "serve"]
@@ -69,6 +70,9 @@ async def serve(
         engine,
         max_body_bytes=int(config.max_body_mib * 2**20),
         plugin_routes=() if registry is None else registry.routes,
+        reasoning_parser=None
+        if registry is None
+        else choose_reasoning_parser(engine, registry, config.reasoning_parser),
     )
     settings = hypercorn.config.Config()
     settings.bind = [f"fd://{os.dup(sock.fileno())}"]  # hypercorn closes what it is given
@@ -92,6 +96,20 @@ async def serve(
         host, port = sock.getsockname()[:2]
         ready(f"http://{'127.0.0.1' if host in {'0.0.0.0', '::'} else host}:{port}")  # noqa: S104  # only compared
     await server
+
+
+def choose_reasoning_parser(engine: EngineClient, registry: Registry, name: str) -> ReasoningParser | None:
+    """The parser that the configuration names, or the one that recognises the chat template under ``auto``.
+
+    Raises:
+        UnknownNameError: a name that no installed plugin offers.
+    """
+    if name == "none" or engine.tokenizer is None:
+        return None
+    if name != "auto":
+        return registry.pick("reasoning parser", registry.reasoning_parsers, name)
+    template = engine.tokenizer.chat_templates.get("default", "")
+    return next((p for p in registry.reasoning_parsers.values() if p.detect(template)), None)
 
 
 def _handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:

@@ -433,3 +433,22 @@ def test_failing_steps_end_their_requests_and_then_the_engine(tiny_text_dir):
         assert server.post(messages=CHAT).status_code == 500
     finally:
         server.close()
+
+
+def test_thinking_is_split_from_the_answer(tiny_text_dir):
+    """The prompt opens the thinking part, which the tiny model never closes."""
+    server = Server(tiny_text_dir, http={"reasoning_parser": "think"})
+    try:
+        options = {"messages": CHAT, **GREEDY}
+        plain = server.post(**options).json()["choices"][0]["message"]
+        assert "reasoning_content" not in plain
+        opened = {**options, "chat_template": "{{ messages[0]['content'] }}<think>"}
+        message = server.post(**opened).json()["choices"][0]["message"]
+        assert message["content"] == ""
+        assert message["reasoning_content"]
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**opened, "stream": True}, timeout=60) as answer:
+            chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        pieces = [c["choices"][0]["delta"].get("reasoning_content", "") for c in chunks]
+        assert "".join(pieces) == message["reasoning_content"]
+    finally:
+        server.close()

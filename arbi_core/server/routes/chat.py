@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,8 +29,11 @@ from arbi_core.server.generation import (
 )
 from arbi_core.server.schemas.base import structure
 from arbi_core.server.schemas.requests import IGNORED, REFUSED, ChatRequest, sampling_params
-from arbi_core.text.chat import encode_chat
+from arbi_core.text.chat import render_chat
 from arbi_core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from arbi_core.offers import ReasoningParser, StreamParser
 
 __all__ = ["chat_completions"]
 
@@ -44,14 +47,9 @@ async def chat_completions(request: Request) -> Response:
     include_usage = body.include_usage
     sampling = sampling_params(body, dict(engine.info.default_sampling))
     tokenizer = tokenizer_of(engine)
-    ids = await asyncio.to_thread(
-        encode_chat,
-        tokenizer,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        template=body.chat_template,
-        variables=body.chat_template_kwargs,
-    )
+    prompt, ids = await asyncio.to_thread(_render, tokenizer, body)
+    parser: ReasoningParser | None = state.reasoning_parser
+    answers = [_Answer(parser.start(prompt) if parser else None) for _ in range(body.n)]
     deltas = engine.generate(
         ids,
         sampling,
@@ -66,7 +64,8 @@ async def chat_completions(request: Request) -> Response:
         "system_fingerprint": state.fingerprint,
     }
     if body.stream:
-        return await _stream(deltas, head, tokenizer, body.n, include_usage=include_usage, logprobs=body.logprobs)
+        chunks = _chunks(deltas, head, tokenizer, answers, include_usage=include_usage, logprobs=body.logprobs)
+        return EventStream(await anext(chunks), chunks, render_error)
     choices = await run_unless_hung_up(request, collect(deltas, body.n))
     return JSONResponse({
         **head,
@@ -74,7 +73,7 @@ async def chat_completions(request: Request) -> Response:
         "choices": [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(c.text), "refusal": None},
+                "message": {"role": "assistant", **answers[i].whole("".join(c.text)), "refusal": None},
                 "logprobs": {"content": logprob_content(tokenizer, c.logprobs)} if body.logprobs else None,
                 "finish_reason": c.reason,
             }
@@ -82,6 +81,37 @@ async def chat_completions(request: Request) -> Response:
         ],
         "usage": usage(choices),
     })  # fmt: skip
+
+
+def _render(tokenizer: Tokenizer, body: ChatRequest) -> tuple[str, list[int]]:
+    """The prompt as text and as token ids."""
+    text = render_chat(
+        tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        template=body.chat_template,
+        variables=body.chat_template_kwargs,
+    )
+    return text, tokenizer.encode(text, add_special_tokens=False)
+
+
+class _Answer:
+    """Splits one answer into what was thought and what was said."""
+
+    def __init__(self, parser: StreamParser | None) -> None:
+        self._parser = parser
+
+    def part(self, text: str, *, last: bool) -> dict[str, str]:
+        """Fields of a streamed delta; empty if nothing is certain yet."""
+        if self._parser is None:
+            return {"content": text} if text else {}
+        pieces = [self._parser.feed(text)] + ([self._parser.flush()] if last else [])
+        reasoning, content = "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces)
+        return {k: v for k, v in (("reasoning_content", reasoning), ("content", content)) if v}
+
+    def whole(self, text: str) -> dict[str, str]:
+        """Fields of a message; ``reasoning_content`` is absent where there was none."""
+        return {"content": "", **self.part(text, last=True)}
 
 
 def logprob_content(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
@@ -97,20 +127,6 @@ def logprob_content(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> l
     ]  # fmt: skip
 
 
-async def _stream(
-    deltas: AsyncGenerator[GenerationDelta, None],
-    head: dict[str, Any],
-    tokenizer: Tokenizer,
-    count: int,
-    *,
-    include_usage: bool,
-    logprobs: bool,
-) -> Response:
-    chunks = _chunks(deltas, head, tokenizer, count, include_usage=include_usage, logprobs=logprobs)
-    first = await anext(chunks)
-    return EventStream(first, chunks, render_error)
-
-
 def render_error(exc: Exception) -> str:
     """The last event of a stream that failed."""
     if not isinstance(exc, ArbiError):
@@ -122,11 +138,12 @@ async def _chunks(
     deltas: AsyncGenerator[GenerationDelta, None],
     head: dict[str, Any],
     tokenizer: Tokenizer,
-    count: int,
+    answers: Sequence[_Answer],
     *,
     include_usage: bool,
     logprobs: bool,
 ) -> AsyncIterator[str]:
+    count = len(answers)
     head = {**head, "object": "chat.completion.chunk"}
     if include_usage:
         head["usage"] = None
@@ -146,8 +163,9 @@ async def _chunks(
             if delta.finish is not None:
                 collected[delta.index].finish = delta.finish
             scores = {"content": logprob_content(tokenizer, delta.logprobs)} if logprobs and delta.logprobs else None
-            if delta.text or scores:
-                yield chunk(delta.index, {"content": delta.text}, scores=scores)
+            parts = answers[delta.index].part(delta.text, last=delta.finish is not None)
+            if parts or scores:
+                yield chunk(delta.index, parts or {"content": ""}, scores=scores)
             if delta.finish is not None:
                 yield chunk(delta.index, {}, finish_reason(delta.finish))
     if include_usage:
