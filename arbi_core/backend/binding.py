@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from arbi_core.errors import BackendError
 from arbi_core.spec import NONE, LayerSpec, StateKind, StorageSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -18,31 +19,42 @@ if TYPE_CHECKING:
 __all__ = ["BoundLayer", "LayerBinding"]
 
 
+class _NoOp:
+    """Stands for the op of a layer that cannot attend, and says why when it is asked to."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def forward(self, *_: object) -> torch.Tensor:
+        """Refuse."""
+        raise RuntimeError(self._why)
+
+
+STATELESS = _NoOp("a layer without state was asked to attend")
+UNALLOCATED = _NoOp("a layer was asked to attend while no state is allocated")
+
+
 class BoundLayer:
     """What a model calls for one layer; see `arbi_core.model.base.LayerCall`.
 
     Layers of other kinds pass whatever arguments their op takes.
     """
 
-    def __init__(self, op: AttnOp, kind: StateKind, metas: Mapping[StateKind, Any], value_dim: int) -> None:
-        self._op = op
+    def __init__(self, kind: StateKind, metas: Mapping[StateKind, Any], value_dim: int) -> None:
+        self._op: AttnOp = UNALLOCATED
         self._kind = kind
         self._metas = metas
         self._value_dim = value_dim
         self.state: LayerState = {}
 
+    def bind(self, op: AttnOp, state: LayerState) -> None:
+        """Attend by `op` over `state` from now on."""
+        self._op, self.state = op, state
+
     def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """Attend; returns ``(N, H, Dv)``."""
         out = q.new_empty((q.shape[0], q.shape[1], self._value_dim))
         return self._op.forward(q, k, v, self.state, self._metas[self._kind], out)
-
-
-class _Stateless:
-    """Stands for the op of a layer that keeps no state; a model never calls it."""
-
-    def forward(self, *_: object) -> torch.Tensor:
-        """Refuse."""
-        raise RuntimeError("a layer without state was asked to attend")
 
 
 class LayerBinding:
@@ -68,23 +80,20 @@ class LayerBinding:
         ctx: BackendContext,
     ) -> None:
         self._layers = layers
+        self._model = model
+        self._backends = backends
         self._ctx = ctx
-        self._metas: dict[StateKind, Any] = {}
+        self._metas: dict[StateKind, Any] = {NONE: None}
         self._builders: dict[StateKind, MetadataBuilder] = {
             kind: backend.metadata_builder([la for la in layers if la.state_kind == kind], ctx)
             for kind, backend in backends.items()
         }
-        self._storage: list[StorageSpec] = []
-        self.calls: list[BoundLayer] = []
         for layer in layers:
-            if layer.state_kind == NONE:
-                self._storage.append(StorageSpec())
-                self.calls.append(BoundLayer(_Stateless(), NONE, {NONE: None}, 0))
-                continue
-            backend = backends[layer.state_kind]
-            self._storage.append(backend.storage(layer, ctx))
-            op = backend.attn_op(layer, ctx, model.attention_sinks(layer.index) if layer.sinks else None)
-            self.calls.append(BoundLayer(op, layer.state_kind, self._metas, layer.value_dim))
+            _check_source(layer, layers)
+        self._storage = [
+            StorageSpec() if la.state_kind == NONE else backends[la.state_kind].storage(la, ctx) for la in layers
+        ]
+        self.calls = [BoundLayer(la.state_kind, self._metas, la.value_dim) for la in layers]
         self.page_bytes = sum(s.page_bytes for s in self._storage)
         self.row_bytes = sum(s.row_bytes for s in self._storage)
         self._states: list[dict[str, torch.Tensor]] = []
@@ -102,7 +111,7 @@ class LayerBinding:
         ]
         for layer, call in zip(self._layers, self.calls, strict=True):
             source = layer.index if layer.kv_source_layer is None else layer.kv_source_layer
-            call.state = self._states[source]
+            call.bind(self._op(layer), self._states[source])
 
     def zero_rows(self, rows: Sequence[int]) -> None:
         """Clear the row state of newly admitted requests."""
@@ -117,10 +126,25 @@ class LayerBinding:
             self._metas[kind] = builder.build(batch)
 
     def release(self) -> None:
-        """Drop the state tensors."""
+        """Drop the state tensors, and with them the ops, which may hold views of them."""
         self._states = []
         for call in self.calls:
-            call.state = {}
+            call.bind(UNALLOCATED, {})
+
+    def _op(self, layer: LayerSpec) -> AttnOp:
+        if layer.state_kind == NONE:
+            return STATELESS
+        sinks = None
+        if layer.sinks:
+            sinks = self._model.attention_sinks(layer.index)
+            heads = self._ctx.parallel.divide(layer.num_heads, "num_attention_heads")
+            if sinks is None or sinks.shape != (heads,):
+                got = "none" if sinks is None else f"a tensor of shape {tuple(sinks.shape)}"
+                raise BackendError(
+                    f"layer {layer.index} declares attention sinks for {heads} heads; its model has {got}"
+                )
+            sinks = sinks.float()
+        return self._backends[layer.state_kind].attn_op(layer, self._ctx, sinks)
 
     def _tensor(self, count: int, spec: TensorSpec) -> torch.Tensor:
         shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
@@ -128,3 +152,19 @@ class LayerBinding:
             return torch.zeros(shape, dtype=dtype, device=self._ctx.device)
         # Fresh anonymous memory is zero already and costs nothing until it is touched; torch.zeros would touch it all.
         return torch.from_numpy(np.zeros(count * spec.nbytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _check_source(layer: LayerSpec, layers: Sequence[LayerSpec]) -> None:
+    """A shared cache must have been written, by a layer of the same form, before it is read."""
+    if layer.kv_source_layer is None:
+        return
+    where = f"layer {layer.index} reads the keys and values of layer {layer.kv_source_layer}"
+    if not 0 <= layer.kv_source_layer < layer.index:
+        raise BackendError(f"{where}, which does not run before it")
+    source = layers[layer.kv_source_layer]
+    if source.kv_source_layer is not None:
+        raise BackendError(f"{where}, which itself reads those of layer {source.kv_source_layer}; name that one")
+    for name in ("state_kind", "num_kv_heads", "head_dim", "value_dim"):
+        mine, theirs = getattr(layer, name), getattr(source, name)
+        if mine != theirs:
+            raise BackendError(f"{where}, but {name} is {mine!r} here and {theirs!r} there")

@@ -20,7 +20,9 @@ from arbi_core.spec import LayerSpec
 __all__ = ["PagedAttention", "PagedPlan", "PagedPlanBuilder", "RowPlan"]
 
 QUERY_BLOCK = 512
-"""Query tokens attended at once: bounds the size of masks and of explicit score matrices."""
+"""Query tokens attended at once: bounds the height of masks."""
+SCORES = 1 << 24
+"""Most scores held at once where the softmax is written out."""
 
 
 @define(eq=False)
@@ -33,7 +35,6 @@ class RowPlan:
         seq_len: its context length after this step.
         first_page: its first page where its pages are consecutive, else -1.
         pages: ``(n,)`` its page ids.
-        masks: additive masks by (first query, queries, first key, window), shared by all layers.
     """
 
     q_start: int
@@ -41,30 +42,46 @@ class RowPlan:
     seq_len: int
     first_page: int
     pages: torch.Tensor
-    masks: dict[tuple[int, int, int, int | None], torch.Tensor] = field(factory=dict)
-
-    def mask(self, first: int, count: int, key_start: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """``(count, keys)`` additive mask of the queries from position `first`, keys from `key_start`."""
-        key = (first, count, key_start, window)
-        mask = self.masks.get(key)
-        if mask is None:
-            q = torch.arange(first, first + count, device=like.device).unsqueeze(1)
-            k = torch.arange(key_start, first + count, device=like.device).unsqueeze(0)
-            hidden = k > q
-            if window is not None:
-                hidden |= k <= q - window
-            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
-            self.masks[key] = mask
-        return mask
 
 
 @define(eq=False)
 class PagedPlan:
-    """A step: slots to write and rows to attend. `first_slot` is set (not -1) where the slots are consecutive."""
+    """A step: slots to write and rows to attend.
+
+    Attributes:
+        slots: ``(N,)`` where each token is written.
+        rows: one plan per row.
+        first_slot: the first slot where all slots are consecutive, else -1.
+    """
 
     slots: torch.Tensor
     rows: list[RowPlan]
     first_slot: int
+    _masks: dict[int | None, torch.Tensor] = field(factory=dict, init=False)
+
+    def mask(self, count: int, before: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """``(count, before + count)`` additive mask of queries that see `before` keys ahead of the first of them.
+
+        Whether a query sees a key depends on their distance alone, so every mask of the step, in all rows and layers of
+        one window, is a view of one matrix.
+        """
+        whole = self._masks.get(window)
+        if whole is None:
+            whole = self._masks[window] = self._whole_mask(window, like)
+        origin = whole.shape[1] - whole.shape[0]
+        return whole[:count, origin - before : origin + count]
+
+    def _whole_mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        height = min(QUERY_BLOCK, max(r.q_len for r in self.rows))
+        before = max(r.seq_len for r in self.rows)
+        if window is not None:
+            before = min(before, window - 1)
+        q = torch.arange(height, device=like.device).unsqueeze(1)
+        k = torch.arange(-before, height, device=like.device).unsqueeze(0)
+        hidden = k > q
+        if window is not None:
+            hidden |= k <= q - window
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 class PagedPlanBuilder:
@@ -103,7 +120,7 @@ class PagedAttention:
         self._scale = layer.softmax_scale
         self._window = layer.window
         self._soft_cap = layer.soft_cap
-        self._sinks = sinks
+        self._sinks = None if sinks is None else sinks.float()
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
         self._pages: torch.Tensor | None = None
@@ -127,11 +144,7 @@ class PagedAttention:
             if row.q_len == 1 and self._soft_cap is None and self._sinks is None:
                 self._decode(q, row, out)
                 continue
-            keys, values = self._context(row, 0, row.seq_len)
-            for done in range(0, row.q_len, QUERY_BLOCK):
-                count = min(QUERY_BLOCK, row.q_len - done)
-                at = row.q_start + done
-                self._attend(q[at : at + count], keys, values, row, done, out[at : at + count])
+            self._chunk(plan, row, q, out)
         return out
 
     def _bind(self, state: LayerState) -> None:
@@ -166,50 +179,66 @@ class PagedAttention:
 
     def _decode(self, q: torch.Tensor, row: RowPlan, out: torch.Tensor) -> None:
         """One query token: the heads of a group are the queries of one unmasked product."""
-        start = 0 if self._window is None else max(0, row.seq_len - self._window)
-        k, v = self._context(row, start, row.seq_len)
+        k, v = self._context(row, self._window_start(row.seq_len - 1), row.seq_len)
         if k.dtype is not q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         query = q[row.q_start].view(1, self._kv_heads, self._group, -1)
         result = F.scaled_dot_product_attention(query, k.unsqueeze(0), v.unsqueeze(0), scale=self._scale)
         out[row.q_start].view(self._kv_heads, self._group, -1).copy_(result[0])
 
-    def _attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: RowPlan, done: int, out: torch.Tensor
-    ) -> None:
-        """Attend `q` ``(n, H, D)``, whose first token is the row's `done`-th, to its context; fills `out`."""
-        n = q.shape[0]
-        first = row.seq_len - row.q_len + done
-        start = 0 if self._window is None else max(0, first - self._window + 1)
-        k = keys[:, start : first + n].to(q.dtype)
-        v = values[:, start : first + n].to(q.dtype)
-        if self._soft_cap is not None or self._sinks is not None:
-            mask = row.mask(first, n, start, self._window, q) if n > 1 else None
-            grouped = q.view(n, self._kv_heads, self._group, q.shape[-1])
-            result = self._explicit(grouped, k, v, mask)
-        else:
-            fresh = start == 0 and first == 0 and (self._window is None or n <= self._window)
-            result = F.scaled_dot_product_attention(
-                q.transpose(0, 1).unsqueeze(0),
-                k.unsqueeze(0),
-                v.unsqueeze(0),
-                attn_mask=None if fresh else row.mask(first, n, start, self._window, q),
-                is_causal=fresh,
-                scale=self._scale,
-                enable_gqa=self._group > 1,
-            )[0].transpose(0, 1)
-        out.copy_(result.reshape(out.shape))
+    def _chunk(self, plan: PagedPlan, row: RowPlan, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend a row's query tokens, a block at a time, to its context; fills their part of `out`."""
+        first = row.seq_len - row.q_len
+        base = self._window_start(first)
+        keys, values = self._context(row, base, row.seq_len)
+        if keys.dtype is not q.dtype:
+            keys, values = keys.to(q.dtype), values.to(q.dtype)
+        explicit = self._soft_cap is not None or self._sinks is not None
+        block = QUERY_BLOCK
+        if explicit:
+            block = max(1, min(block, SCORES // (q.shape[1] * (row.seq_len - base))))
+        for done in range(0, row.q_len, block):
+            count = min(block, row.q_len - done)
+            start, end = self._window_start(first + done), first + done + count
+            k, v = keys[:, start - base : end - base], values[:, start - base : end - base]
+            at = row.q_start + done
+            queries = q[at : at + count]
+            # From an empty context a window that no query of the block outgrows hides nothing.
+            causal = end == count and (self._window is None or count <= self._window)
+            mask = None
+            if count > 1 and (explicit or not causal):
+                mask = plan.mask(count, first + done - start, self._window, q)
+            result = self._explicit(queries, k, v, mask) if explicit else self._fused(queries, k, v, mask)
+            out[at : at + count].copy_(result)
+
+    def _window_start(self, position: int) -> int:
+        """The first key that the query at `position` sees."""
+        return 0 if self._window is None else max(0, position - self._window + 1)
+
+    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Torch's own attention, causal where there is no mask: ``(n, H, D)`` and keys ``(Hkv, S, D)``."""
+        return F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[0] > 1,
+            scale=self._scale,
+            enable_gqa=self._group > 1,
+        )[0].transpose(0, 1)
 
     def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Softmax written out in float32, for soft caps and sinks: ``(n, Hkv, G, D) -> (n, Hkv, G, Dv)``."""
-        scores = torch.einsum("nhgd,hsd->hgns", q.float(), k.float()) * self._scale
+        """Softmax written out in float32, for soft caps and sinks; shapes as in `_fused`."""
+        n, heads, _ = q.shape
+        queries = q.view(n, self._kv_heads, self._group, -1).float()
+        scores = torch.einsum("nhgd,hsd->hgns", queries, k.float()).mul_(self._scale)
         if self._soft_cap is not None:
-            scores = self._soft_cap * torch.tanh(scores / self._soft_cap)
+            scores = scores.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         if mask is not None:
-            scores = scores + mask
+            scores += mask
         if self._sinks is not None:
-            sink = self._sinks.float().view(self._kv_heads, self._group, 1, 1).expand(*scores.shape[:-1], 1)
+            sink = self._sinks.view(self._kv_heads, self._group, 1, 1).expand(*scores.shape[:-1], 1)
             probabilities = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
-        return torch.einsum("hgns,hsd->nhgd", probabilities, v.float()).to(q.dtype)
+        return torch.einsum("hgns,hsd->nhgd", probabilities, v.float()).reshape(n, heads, -1)

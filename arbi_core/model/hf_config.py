@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from arbi_core.errors import UnsupportedModelError
 
-__all__ = ["MEANINGLESS_KEYS", "HFConfig"]
+__all__ = ["MEANINGLESS_KEYS", "HFConfig", "token_ids"]
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 MEANINGLESS_KEYS = frozenset({
     "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
     "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
-    "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id",
-    "task_specific_params",
-    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
+    "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "sep_token_id",
+    "task_specific_params", "tokenizer_class",
+    "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache", "vocab_size_padded",
 })  # fmt: skip
 """Keys that do not change what inference computes (or that the core reads itself: dtype, token ids)."""
@@ -57,6 +59,15 @@ class HFConfig:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UnsupportedModelError(f"{self._where}: {key} must be {kind.__name__}, not {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UnsupportedModelError(f"{self._where}: {key} must be a finite number, not {value!r}")
+        return value
+
+    def positive(self, key: str, kind: type[N], *default: N) -> N:
+        """Read a number as `get` does; a written one that is not above zero is refused by name."""
+        value = self.get(key, kind, *default)
+        if value <= 0 and self._raw.get(key) is not None:
+            raise UnsupportedModelError(f"{self._where}: {key} must be positive, not {value!r}")
         return value
 
     def choose(self, key: str, allowed: Mapping[Any, T], *default: T) -> T:
@@ -89,8 +100,16 @@ class HFConfig:
             )
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Normalise ``eos_token_id``: a number, a list or nothing."""
+def token_ids(value: Any, key: str = "eos_token_id") -> tuple[int, ...]:
+    """Normalise a token id setting: a number, a list of numbers or nothing.
+
+    Raises:
+        UnsupportedModelError: anything else, named by `key`.
+    """
     if value is None:
         return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(v) for v in value)
+    ids = value if isinstance(value, (list, tuple)) else (value,)
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise UnsupportedModelError(f"{key} must be a token id or a list of them, not {value!r}")
+    return tuple(ids)

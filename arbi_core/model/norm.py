@@ -37,6 +37,7 @@ class RMSNorm(LoadableModule):
     def load_pieces(self, leaf: str, pieces: Sequence[WeightPiece], device: torch.device, dtype: torch.dtype) -> None:
         """See `LoadableModule`; on the CPU in float32 a weight for the short form is kept too."""
         super().load_pieces(leaf, pieces, device, dtype)
+        self._scaled = None
         if device.type == "cpu" and dtype is torch.float32:
             root = math.sqrt(self.shape[0])
             self._scaled = self.weight.detach() * root

@@ -45,6 +45,9 @@ class ModelRunner:
         table.apply(plan)
         if not plan.rows:
             return StepOutput({})
+        fresh = [a.state_row for a in plan.admitted if a.state_row]
+        if fresh:
+            self.binding.zero_rows(fresh)
         rows = [table.rows[p.request_id] for p in plan.rows]
         batch = self._builder.build(plan.rows, rows)
         self.binding.begin_step(batch)

@@ -446,7 +446,9 @@ def test_thinking_is_split_from_the_answer(tiny_text_dir):
         message = server.post(**opened).json()["choices"][0]["message"]
         assert message["content"] == ""
         assert message["reasoning_content"]
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**opened, "stream": True}, timeout=60) as answer:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json={**opened, "stream": True}, timeout=60
+        ) as answer:
             chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         pieces = [c["choices"][0]["delta"].get("reasoning_content", "") for c in chunks]
         assert "".join(pieces) == message["reasoning_content"]
