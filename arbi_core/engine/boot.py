@@ -201,7 +201,7 @@ def _load(
             progress=progress,
         )
         loaded.checkpoint.close()
-        held = ", ".join(f"{count} linears {name}" for name, count in sorted(report.linears.items()))
+        held = ", ".join(f"{name} x {count}" for name, count in sorted(report.linears.items()))
     return model.eval(), held
 
 

@@ -63,13 +63,15 @@ class PagedPlan:
         """``(count, before + count)`` additive mask of queries that see `before` keys ahead of the first of them.
 
         Whether a query sees a key depends on their distance alone, so every mask of the step, in all rows and layers of
-        one window, is a view of one matrix.
+        one window, is a part of one matrix.
         """
         whole = self._masks.get(window)
         if whole is None:
             whole = self._masks[window] = self._whole_mask(window, like)
         origin = whole.shape[1] - whole.shape[0]
-        return whole[:count, origin - before : origin + count]
+        view = whole[:count, origin - before : origin + count]
+        # CUDA's attention kernels load masks in wide words: a view that starts between two is a misaligned address.
+        return view if view.device.type == "cpu" else view.contiguous()
 
     def _whole_mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
         height = min(QUERY_BLOCK, max(r.q_len for r in self.rows))

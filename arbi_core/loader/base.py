@@ -35,6 +35,8 @@ class TensorSource(Protocol):
         shape: full shape.
         dtype: torch dtype name of what `load` returns.
         encoding: ``"dense"``, or the packed encoding of a quantised tensor, e.g. ``"gguf:q4_1"``.
+
+    A packed source may also have ``nbytes``, its size in the file; progress counts it.
     """
 
     name: str
@@ -43,7 +45,10 @@ class TensorSource(Protocol):
     encoding: str
 
     def load(self, dim: int | None = None, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """Read the tensor, or ``length`` entries from ``start`` along ``dim``; a quantised one is dequantised."""
+        """Read the tensor, or ``length`` entries from ``start`` along ``dim``; a quantised one is dequantised.
+
+        The result may be a view of the mapped file: copy what a parameter keeps. Several threads may read at once.
+        """
         ...
 
 

@@ -14,17 +14,19 @@ from torch import nn
 
 from arbi_core.errors import WeightError
 from arbi_core.loader.base import TensorSource, WeightContext, WeightFormat, WeightPiece
+from arbi_core.loader.matching import Parameter, listed, match, targets
 from arbi_core.loader.progress import NoProgress, Progress
-from arbi_core.model.linear import LinearBase
-from arbi_core.model.loadable import LoadableModule
-from arbi_core.spec import WeightMap, WeightShardSpec
+from arbi_core.model.linear import DenseMethod, LinearBase
+from arbi_core.model.loadable import set_parameter
+from arbi_core.spec import WeightMap
 
 __all__ = ["LoadReport", "load_dummy", "load_weights"]
 
 LOAD_THREADS = 4
 """Parameters read and packed at once: more would only raise the peak of memory."""
-NAMED = 12
-"""Most tensors that one error names one by one."""
+DUMMY_DEVIATION = 0.02
+DUMMY_DRAWS = 2**22 - 3
+"""Most numbers drawn for one dummy tensor; a larger tensor repeats them. Prime, so no two rows of it line up."""
 
 
 @frozen
@@ -44,43 +46,53 @@ def load_weights(
     weight_formats: Sequence[WeightFormat] = (),
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Read every tensor once and put it where the map says.
+    """Read every tensor and put it where the map says, in the checkpoint's order.
+
+    Args:
+        model: built on the meta device.
+        weight_map: its family's.
+        tensors: the checkpoint's.
+        ctx: device, dtype of activations and this rank's slice.
+        weight_formats: asked in this order whether they hold a linear's weight; where none does, it is dense.
+        progress: told the bytes of the file that have been dealt with.
 
     Raises:
-        WeightError: tensors are missing, unexpected or misshapen; all of them are found before anything is read.
+        WeightError: tensors are missing, unexpected or misshapen, or no format can hold one; all of that is found
+            before anything is read.
+        CheckpointError: a file cannot be read.
     """
     progress = progress or NoProgress()
-    groups = _group(model, weight_map, tensors)
-    progress.start(sum(_nbytes(p.source) for _, _, pieces in groups for p in pieces), "loading weights")
-    linears: dict[str, int] = {}
+    parameters = match(model, weight_map, tensors)
+    linears = _choose_formats(parameters, weight_formats, ctx)
+    progress.start(sum(map(_parameter_bytes, parameters)), "loading weights")
 
-    def load(group: tuple[LoadableModule, str, list[WeightPiece]]) -> list[WeightPiece]:
-        module, leaf, pieces = group
-        module.load_pieces(leaf, pieces, ctx.device, ctx.dtype)
-        return pieces
-
-    for module, leaf, pieces in groups:
-        if isinstance(module, LinearBase) and leaf == "weight":
-            name = _choose_format(module, pieces, weight_formats, ctx)
-            linears[name] = linears.get(name, 0) + 1
-    with ThreadPoolExecutor(max_workers=min(LOAD_THREADS, os.cpu_count() or 1)) as pool:
-        for pieces in pool.map(load, groups):
-            progress.advance(sum(_nbytes(p.source) for p in pieces))
-    _check_materialised(model)
-    return LoadReport(sum(len(pieces) for *_, pieces in groups), linears)
+    _fill(model, parameters, ctx.device, ctx.dtype, progress)
+    return LoadReport(len({piece.source.name for p in parameters for piece in p.pieces}), linears)
 
 
-def load_dummy(model: nn.Module, weight_map: WeightMap, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Fill the model with seeded random weights: norms one, everything else normal with deviation 0.02.
+def load_dummy(
+    model: nn.Module,
+    weight_map: WeightMap,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the model with seeded random weights: norms one, biases zero, the rest normal with deviation 0.02.
 
     The same seed gives the same model whatever the number of ranks: a tensor is drawn whole from a generator seeded by
-    its name, then cut.
+    its name, then cut. It depends on the kind of device and on the dtype, because their generators differ.
     """
-    for module, leaf, specs in _by_parameter(model, weight_map):
-        shapes = module.expected_shapes(leaf)
-        pieces = [WeightPiece(s, _DummySource(s.source, shapes[s.shard_id], seed, device, dtype)) for s in specs]
-        module.load_pieces(leaf, pieces, device, dtype)
-    _check_materialised(model)
+    progress = progress or NoProgress()
+    parameters = []
+    for target in targets(model, weight_map):
+        pieces = (
+            WeightPiece(s, _DummySource(s.source, target.shapes[s.shard_id], seed, device, dtype)) for s in target.specs
+        )
+        parameters.append(Parameter(target, tuple(pieces)))
+    progress.start(sum(map(_parameter_bytes, parameters)), "making random weights")
+    _fill(model, parameters, device, dtype, progress)
 
 
 class _DummySource:
@@ -95,24 +107,74 @@ class _DummySource:
 
     def load(self, dim: int | None = None, start: int = 0, length: int | None = None) -> torch.Tensor:
         """Draw it, and cut."""
+        whole = torch.empty(self.shape, device=self._device, dtype=self._torch_dtype)
         if len(self.shape) == 1:
-            whole = torch.ones(self.shape, device=self._device, dtype=self._torch_dtype)
-            if self.name.endswith("bias"):
-                whole.zero_()
+            whole.fill_(0.0 if self.name.endswith("bias") else 1.0)
         else:
-            generator = torch.Generator(self._device).manual_seed(self._seed)
-            whole = torch.empty(self.shape, device=self._device, dtype=self._torch_dtype)
-            whole.normal_(0.0, 0.02, generator=generator)
+            self._draw(whole.view(-1))
         if dim is None:
             return whole
         return whole.narrow(dim, start, self.shape[dim] - start if length is None else length)
 
+    def _draw(self, flat: torch.Tensor) -> None:
+        """Fill with normal numbers; repeating a block costs a tenth of drawing on a CPU."""
+        generator = torch.Generator(self._device).manual_seed(self._seed)
+        done = min(flat.numel(), DUMMY_DRAWS)
+        flat[:done].normal_(0.0, DUMMY_DEVIATION, generator=generator)
+        while done < flat.numel():
+            step = min(done, flat.numel() - done)
+            flat[done : done + step].copy_(flat[:step])
+            done += step
+
+
+def _fill(
+    model: nn.Module, parameters: Sequence[Parameter], device: torch.device, dtype: torch.dtype, progress: Progress
+) -> None:
+    """Fill every parameter, a few at a time; the first failure cancels those that have not begun."""
+
+    def fill(parameter: Parameter) -> None:
+        target = parameter.target
+        if parameter.pieces:
+            target.module.load_pieces(target.leaf, parameter.pieces, device, dtype)
+            return
+        initial = target.module.get_parameter(target.leaf)
+        if not initial.is_meta:  # optional and absent: it keeps the value that it was built with
+            set_parameter(target.module, target.leaf, initial.detach().to(device, dtype))
+
+    with ThreadPoolExecutor(max_workers=min(LOAD_THREADS, os.cpu_count() or 1)) as pool:
+        for parameter, _ in zip(parameters, pool.map(fill, parameters), strict=True):
+            progress.advance(_parameter_bytes(parameter))
+    _check_materialised(model)
+
+
+def _choose_formats(
+    parameters: Sequence[Parameter], formats: Sequence[WeightFormat], ctx: WeightContext
+) -> dict[str, int]:
+    """Give every linear its method; returns how many linears each format holds."""
+    linears: dict[str, int] = {}
+    unreadable: list[str] = []
+    for parameter in parameters:
+        module = parameter.target.module
+        if not isinstance(module, LinearBase) or parameter.target.leaf != "weight" or not parameter.pieces:
+            continue
+        name = _choose_format(module, parameter.pieces, formats, ctx)
+        linears[name] = linears.get(name, 0) + 1
+        if isinstance(module.method, DenseMethod):
+            # Packed codes read as numbers would make a model that runs and talks nonsense.
+            unreadable += [
+                f"{p.source.name} ({p.source.dtype})" for p in parameter.pieces if not _is_floating(p.source.dtype)
+            ]
+    if unreadable:
+        installed = ", ".join(f.name for f in formats) or "none"
+        raise WeightError(
+            f"{len(unreadable)} weights hold integers, and no weight format reads them (installed: {installed}): "
+            f"{listed(unreadable)}"
+        )
+    return linears
+
 
 def _choose_format(
-    module: LinearBase,
-    pieces: Sequence[WeightPiece],
-    formats: Sequence[WeightFormat],
-    ctx: WeightContext,
+    module: LinearBase, pieces: Sequence[WeightPiece], formats: Sequence[WeightFormat], ctx: WeightContext
 ) -> str:
     for weight_format in formats:
         method = weight_format.linear_method(module, pieces, ctx)
@@ -122,67 +184,31 @@ def _choose_format(
     return "dense"
 
 
-def _by_parameter(model: nn.Module, weight_map: WeightMap) -> list[tuple[LoadableModule, str, list[WeightShardSpec]]]:
-    """Entries of the map grouped by the parameter that they fill, in the map's order."""
-    groups: dict[str, list[WeightShardSpec]] = {}
-    for entry in weight_map:
-        groups.setdefault(entry.param, []).append(entry)
-    result = []
-    for param, specs in groups.items():
-        path, _, leaf = param.rpartition(".")
-        module = model.get_submodule(path)
-        if not isinstance(module, LoadableModule):
-            raise WeightError(
-                f"the weight map fills {param}, but {path} is a {type(module).__name__} that loads nothing"
-            )
-        result.append((module, leaf, specs))
-    return result
+def _is_floating(dtype: str) -> bool:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.is_floating_point
 
 
-def _group(
-    model: nn.Module, weight_map: WeightMap, tensors: Mapping[str, TensorSource]
-) -> list[tuple[LoadableModule, str, list[WeightPiece]]]:
-    missing: list[str] = []
-    misshapen: list[str] = []
-    used: set[str] = set()
-    result = []
-    for module, leaf, specs in _by_parameter(model, weight_map):
-        shapes = module.expected_shapes(leaf)
-        pieces = []
-        for spec in specs:
-            source = next((tensors[n] for n in (spec.source, *spec.aliases) if n in tensors), None)
-            if source is None:
-                if not spec.optional:
-                    missing.append(spec.source)
-                continue
-            used.add(source.name)
-            expected = shapes[spec.shard_id]
-            if tuple(source.shape) != expected:
-                misshapen.append(f"{source.name} is {tuple(source.shape)} instead of {expected}")
-            pieces.append(WeightPiece(spec, source))
-        if pieces:
-            result.append((module, leaf, pieces))
-    extra = sorted(n for n in tensors if n not in used and not weight_map.is_ignored(n))
-    problems = [
-        f"{len(names)} {label}: {_listed(names)}"
-        for label, names in (("missing", missing), ("misshapen", misshapen), ("unexpected", extra))
-        if names
-    ]
-    if problems:
-        raise WeightError("the checkpoint does not fit the model; tensors " + "; ".join(problems))
-    return result
+def _parameter_bytes(parameter: Parameter) -> int:
+    return sum(_stored_bytes(piece.source) for piece in parameter.pieces)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _nbytes(source: TensorSource) -> int:
-    return math.prod(source.shape) * 2
+def _stored_bytes(source: TensorSource) -> int:
+    """Bytes in the file. A packed source says so itself; a dense one is as large as its numbers."""
+    stored: int | None = getattr(source, "nbytes", None)
+    if stored is not None:
+        return stored
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    return math.prod(source.shape) * dtype.itemsize
 
 
 def _check_materialised(model: nn.Module) -> None:
     left = [name for name, p in model.named_parameters() if p.is_meta]
     if left:
-        raise WeightError(f"the weight map leaves {len(left)} parameters unfilled: {_listed(left)}")
+        raise WeightError(f"the weight map leaves {len(left)} parameters unfilled: {listed(left)}")
+    left = [name for name, b in model.named_buffers() if b.is_meta]
+    if left:
+        raise WeightError(
+            f"{len(left)} buffers were built on the meta device and hold nothing: {listed(left)}; build them on the "
+            "CPU, or fill them in load_pieces"
+        )

@@ -35,7 +35,8 @@ class LoadableModule(nn.Module):
             dtype: dtype of activations.
         """
         (piece,) = pieces
-        set_parameter(self, leaf, piece.source.load().to(device=device, dtype=dtype))
+        # A source may hand out a view of the mapped file, which must not outlive the checkpoint: hence the copy.
+        set_parameter(self, leaf, piece.source.load().to(device=device, dtype=dtype, copy=True))
 
 
 def set_parameter(module: nn.Module, leaf: str, value: torch.Tensor) -> None:

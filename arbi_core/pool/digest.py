@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
-__all__ = ["namespace_seed", "page_digest"]
+__all__ = ["namespace_seed", "pack_tokens", "page_digest"]
 
 _MASK = (1 << 64) - 1
 
@@ -16,12 +17,17 @@ def namespace_seed(namespace: str) -> bytes:
     return hashlib.sha256(b"arbi/ns" + len(raw).to_bytes(8, "little") + raw).digest()
 
 
-def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """SHA-256 over the parent's digest, the token count and the ids as 64-bit little-endian two's complement.
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """The ids as 64-bit little-endian two's complement, 8 bytes each.
 
     Negative ids and ids of 2^63 and above (salts of media placeholders) are folded to their low 64 bits.
     """
-    h = hashlib.sha256(parent)
-    h.update(len(token_ids).to_bytes(8, "little"))
-    h.update(b"".join((t & _MASK).to_bytes(8, "little") for t in token_ids))
-    return h.digest()
+    try:
+        return struct.pack(f"<{len(token_ids)}q", *token_ids)
+    except struct.error:
+        return b"".join((int(t) & _MASK).to_bytes(8, "little") for t in token_ids)
+
+
+def page_digest(parent: bytes, packed: bytes) -> bytes:
+    """SHA-256 over the parent's 32-byte digest, the number of tokens (8 bytes, little-endian) and the packed tokens."""
+    return hashlib.sha256(parent + (len(packed) // 8).to_bytes(8, "little") + packed).digest()

@@ -32,7 +32,9 @@ class PagePool:
         return self.num_pages - self._fresh + len(self._returned)
 
     def alloc(self, n: int) -> list[int] | None:
-        """Take `n` pages, ascending where possible; None, and nothing taken, if there are fewer."""
+        """Take the `n` lowest free pages, ascending; None, and nothing taken, if there are fewer."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages")
         if n > self.available:
             return None
         pages = [heapq.heappop(self._returned) for _ in range(min(n, len(self._returned)))]

@@ -17,6 +17,8 @@ class RowPool:
     """
 
     def __init__(self, num_rows: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a row pool needs at least one row beside the sentinel, not {num_rows}")
         self.num_rows = num_rows
         self._free = list(range(num_rows, 0, -1))
         self._rows: dict[str, int] = {}

@@ -2,96 +2,142 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from arbi_core.errors import RequestError
+from arbi_core.text.detokenizer import IncrementalDetokenizer
+from arbi_core.text.pieces import BYTE_PIECE, PieceRules, byte_level_alphabet, decoder_steps, piece_rules
 
 if TYPE_CHECKING:
     from arbi_core.loader.base import TokenizerParts
 
 __all__ = ["Tokenizer"]
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
 
 class Tokenizer:
-    """Encodes and decodes.
+    """Encodes and decodes. All methods may be called from several threads.
+
+    A prompt is never cut or padded here: truncation and padding that a ``tokenizer.json`` carries from training are
+    switched off.
 
     Args:
-        parts: what the checkpoint says.
+        parts: what the checkpoint says. Its backend belongs to this object from now on.
 
     Attributes:
         vocab_size: largest id plus one, added tokens included.
         special_ids: ids that are no text (control tokens).
         chat_templates: Jinja sources by name.
         named_tokens: special tokens by template variable (``bos_token``, ``eos_token``, ...).
+        bos_token_id: id of the begin token, if the vocabulary has it.
+        eos_token_id: id of the end token, if the vocabulary has it.
+        rules: how pieces become bytes; None where the decoder needs to see a piece's neighbours.
+        may_break_characters: whether one token may be a part of a character.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._backend = parts.backend
-        added = parts.backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, t in added.items() if t.special)
-        self._added_text = {i: t.content for i, t in added.items()}
-        vocab = parts.backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.chat_templates: Mapping[str, str] = parts.chat_templates
         named = {**parts.special, "bos_token": parts.bos_token, "eos_token": parts.eos_token}
         self.named_tokens = {k: v for k, v in named.items() if v is not None}
         self.bos_token_id = self._id(parts.bos_token)
         self.eos_token_id = self._id(parts.eos_token)
-        self._byte_of = _byte_level_alphabet() if _is_byte_level(parts.backend) else None
+        steps = decoder_steps(self._backend)
+        self._step_names = frozenset(step["type"] for step in steps)
+        self.rules = piece_rules(steps)
+        self.may_break_characters = bool(self._step_names & {"ByteLevel", "ByteFallback"})
+        self._bytes: dict[int, bytes | None] = {}
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered without the caller bringing a template."""
+        return bool(self.chat_templates)
+
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        """Names of the chat templates, sorted."""
+        return tuple(sorted(self.chat_templates))
+
+    # -- text to ids ------------------------------------------------------------------------------------------------
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one text. Other threads run meanwhile (the batch call releases the GIL)."""
+        """Token ids of one text. Other threads run meanwhile (the batch call releases the GIL).
+
+        Raises:
+            RequestError: the text is not valid Unicode, or the tokenizer cannot encode it.
+        """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts."""
+        """Token ids of several texts; see `encode`."""
+        for text in texts:
+            if not isinstance(text, str):
+                raise RequestError(f"only text can be encoded, not {text!r:.80}")
         try:
             encoded = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
             raise RequestError("the text holds a lone surrogate, which is not valid Unicode") from None
+        except Exception as exc:  # the Rust side raises bare Exception, e.g. for a character without an unknown token
+            raise RequestError(f"the tokenizer cannot encode the text: {exc}") from exc
         return [e.ids for e in encoded]
 
+    # -- ids to text ------------------------------------------------------------------------------------------------
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD. Raises `RequestError` for ids out of range."""
-        bad = next((i for i in ids if not 0 <= i < 2**32), None)
+        """Text of token ids, exactly what an `IncrementalDetokenizer` gives out in pieces.
+
+        Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary skips have no text.
+
+        Raises:
+            RequestError: an id is negative or not below `vocab_size`.
+        """
+        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if bad is not None:
-            raise RequestError(f"token id {bad} is not in the vocabulary")
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            raise RequestError(f"token id {bad} is not in the vocabulary (0 to {self.vocab_size - 1})")
+        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def decode_as_one(self, ids: Sequence[int]) -> str:
+        """What the Rust decoder makes of these ids, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary's entry for an id, in the vocabulary's own spelling; None if there is none."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
     def token_bytes(self, token_id: int) -> bytes:
-        """Exact bytes of one token; an id that the tokenizer does not know has none."""
-        if token_id in self._added_text:
-            return self._added_text[token_id].encode()
-        piece = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if self._byte_of is not None:
-            return bytes(self._byte_of[c] for c in piece if c in self._byte_of)
-        match = BYTE_TOKEN.fullmatch(piece)
-        return bytes([int(match[1], 16)]) if match else piece.replace("▁", " ").encode()
+        """Exact bytes of one token inside a text; an id that the vocabulary does not have has none.
+
+        Models may have more logits than the vocabulary has entries, so such ids do occur among log-probabilities.
+        """
+        return self.known_bytes(token_id) or b""
+
+    def known_bytes(self, token_id: int) -> bytes | None:
+        """Like `token_bytes`, but None for an id that the vocabulary does not have."""
+        if token_id not in self._bytes:
+            piece = self.piece(token_id)
+            if piece is None:
+                return None
+            self._bytes[token_id] = self._piece_bytes(token_id, piece)
+        return self._bytes[token_id]
+
+    def _piece_bytes(self, token_id: int, piece: str) -> bytes:
+        if self.rules is not None:
+            return self.rules.to_bytes(piece)
+        if "ByteLevel" in self._step_names:
+            return PieceRules(alphabet=byte_level_alphabet()).to_bytes(piece)
+        if "ByteFallback" in self._step_names and BYTE_PIECE.fullmatch(piece):
+            return PieceRules(byte_pieces=True).to_bytes(piece)
+        return self.decode_as_one([token_id]).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Readable text of one token, as log-probabilities show it; broken UTF-8 becomes U+FFFD."""
+        """Readable text of one token; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def _is_byte_level(backend: object) -> bool:
-    decoder = getattr(backend, "decoder", None)
-    return decoder is not None and "ByteLevel" in repr(decoder)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Byte of each character that byte-level BPE writes (the printable bijection of GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(b): b for b in printable}
-    extra = (b for b in range(256) if b not in set(printable))
-    alphabet.update({chr(256 + n): b for n, b in enumerate(extra)})
-    return alphabet

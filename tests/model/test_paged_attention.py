@@ -6,65 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arbi_core.kernels.paged_attention as kernel
-from arbi_core.backend.base import BackendContext
 from arbi_core.builtin.reference_attention import ReferenceBackend, arbi_attention_backends
-from arbi_core.spec import LayerSpec, ParallelSpec
-from support.paged import Sequence, make_batch, naive_attention
+from arbi_core.spec import LayerSpec
+from support.paged import Attention, Sequence, context, make_batch, naive_attention
 
 TOLERANCE = 2e-5
-
-
-def context(page_size, dtype=torch.float32):
-    return BackendContext(
-        device=torch.device("cpu"),
-        dtype=dtype,
-        page_size=page_size,
-        max_num_seqs=16,
-        max_num_tokens=4096,
-        max_model_len=4096,
-        parallel=ParallelSpec(),
-    )
-
-
-class Attention:
-    """One layer over a pool whose unwritten slots are NaN, so that reading one shows."""
-
-    def __init__(self, layer, page_size, pages, *, dtype=torch.float32, sinks=None, backend=None, seed=0):
-        self.layer, self.sinks, self.dtype, self.page_size = layer, sinks, dtype, page_size
-        backend = backend or ReferenceBackend()
-        ctx = context(page_size, dtype)
-        self.state = {
-            t.name: torch.full((pages, *t.shape), torch.nan, dtype=getattr(torch, t.dtype))
-            for t in backend.storage(layer, ctx).pages
-        }
-        self.builder = backend.metadata_builder([layer], ctx)
-        self.op = backend.attn_op(layer, ctx, sinks)
-        self.random = torch.Generator().manual_seed(seed)
-
-    def step(self, steps):
-        """Compute further tokens of some sequences; returns (op's output, loops' output)."""
-        layer = self.layer
-        batch = make_batch(steps, self.page_size)
-        widths = (
-            layer.num_heads * layer.head_dim,
-            layer.num_kv_heads * layer.head_dim,
-            layer.num_kv_heads * layer.value_dim,
-        )
-        fused = torch.randn(batch.num_tokens, sum(widths), generator=self.random).to(self.dtype)
-        q, k, v = fused.split(widths, dim=1)
-        q = q.unflatten(1, (layer.num_heads, -1))
-        k, v = k.unflatten(1, (layer.num_kv_heads, -1)), v.unflatten(1, (layer.num_kv_heads, -1))
-        out = torch.full((batch.num_tokens, layer.num_heads, layer.value_dim), torch.nan, dtype=self.dtype)
-        got = self.op.forward(q, k, v, self.state, self.builder.build(batch), out)
-        assert got is out
-        expected = []
-        for i, (sequence, n) in enumerate(steps):
-            at = slice(int(batch.cu_seqlens_q_host[i]), int(batch.cu_seqlens_q_host[i + 1]))
-            sequence.k += k[at].unbind()
-            sequence.v += v[at].unbind()
-            sequence.computed += n
-            expected.append(naive_attention(layer, q[at], torch.stack(sequence.k), torch.stack(sequence.v), self.sinks))
-        return got.double(), torch.cat(expected)
 
 
 @st.composite

@@ -51,7 +51,7 @@ yarn = st.fixed_dictionaries(
         "rope_type": st.just("yarn"),
         "rope_theta": thetas,
         "factor": factors,
-        "original_max_position_embeddings": st.sampled_from([16, 64, 256]),
+        "original_max_position_embeddings": st.sampled_from([16, 64, 256, 4096]),
     },
     optional={
         "beta_fast": st.sampled_from([16.0, 32.0]),
