@@ -47,9 +47,7 @@ async def main() -> None:
         times = await asyncio.gather(*(stream(client, i, tokens) for i in range(streams)))
         total = time.perf_counter() - start
     first = statistics.median(t[0] for t in times)
-    print(
-        f"{streams} x {tokens} tokens: {streams * tokens / total:.1f} tok/s, first chunk after {first * 1e3:.0f} ms"
-    )
+    print(f"{streams} x {tokens} tokens: {streams * tokens / total:.1f} tok/s, first chunk after {first * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

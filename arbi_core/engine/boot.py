@@ -190,7 +190,7 @@ def _load(
     weight_map = loaded.family.weight_map(loaded.spec)
     held = "random"
     if config.model.load_format == "dummy":
-        load_dummy(model, weight_map, device=device, dtype=dtype, seed=config.model.seed)
+        load_dummy(model, weight_map, device=device, dtype=dtype, seed=config.model.seed, progress=progress)
     else:
         report = load_weights(
             model,

@@ -48,9 +48,14 @@ def test_second_job_gets_its_own_bar(clock):
 
 def test_bar_ends_when_loading_fails(clock):
     progress, out = progress_on(True, clock)
-    with pytest.raises(RuntimeError, match="disk"), progress:
-        progress.start(10, "loading weights")
-        raise RuntimeError("disk")
+
+    def fail():
+        with progress:
+            progress.start(10, "loading weights")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        fail()
     written = out.getvalue()
     progress.advance(1)
     assert out.getvalue() == written

@@ -72,11 +72,12 @@ def test_directory_that_looks_like_a_hub_id_is_never_fetched(hub, registry, tmp_
 
 
 @pytest.mark.parametrize(
-    "path", ["./models/x", "../x", "a/b/c", "/nowhere/x", "~/nowhere", "models/x.gguf", "x", "", "a\0b", "a" * 5000]
+    "path",
+    ["./models/x", "../x", "a/b/c", "/nowhere/x", "~/nowhere", "models/x.gguf", "x", "./missing/", "a\0b", "a" * 5000],
 )
 def test_what_is_no_hub_id_is_a_path_that_does_not_exist(hub, registry, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = refusal(path or "./missing/", registry)
+    said = refusal(path, registry)
     assert "does not exist" in said
     assert hub.asked == []
 

@@ -83,6 +83,9 @@ class PageTableMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, namespace=st.sampled_from(NAMESPACES), cache=st.booleans(), spare=st.integers(0, 2))
     def add(self, tokens, namespace, cache, spare):
+        self.admit(tokens, namespace, cache, spare)
+
+    def admit(self, tokens, namespace, cache, spare):
         name, limit = next(self.names), len(tokens) - spare
         path = self.match(tokens, namespace, limit) if cache else []
         for node in path:
@@ -118,7 +121,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, namespace=st.sampled_from(NAMESPACES))
     def whole_life(self, tokens, namespace):
         """A short request from admission to its end; leaves pages behind or fails for lack of them."""
-        name = self.add(tokens, namespace, cache=True, spare=1)
+        name = self.admit(tokens, namespace, cache=True, spare=1)
         request = self.live[name]
         self.extend(name, len(tokens) - request.length)
         self.end(name, keep=True)
@@ -227,5 +230,5 @@ class PageTableMachine(RuleBasedStateMachine):
             assert self.table.pool.available == self.usable
 
 
-PageTableMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+PageTableMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPageTableMachine = PageTableMachine.TestCase

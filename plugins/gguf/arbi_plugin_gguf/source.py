@@ -34,6 +34,7 @@ class GGUFSource:
         kind = info.kind.name
         self.dtype = DENSE.get(kind, "float32")
         self.encoding = "dense" if kind in DENSE else f"gguf:{kind.lower()}"
+        self.nbytes = info.nbytes
         self.file_bytes = len(file.map)
         self._file = file
         self._heads = interleaved_heads
