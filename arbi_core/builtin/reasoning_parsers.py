@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arbi_core.api import ParsedText, hookimpl
+from arbi_core.text.stop import open_suffix
 
 if TYPE_CHECKING:
     from arbi_core.api import ReasoningParser
@@ -26,8 +27,11 @@ class ThinkParser:
         return CLOSE in template
 
     def start(self, rendered_prompt: str) -> _ThinkStream:
-        """Begin inside the thinking part if the prompt has opened it and not closed it."""
-        return _ThinkStream(inside=rendered_prompt.rfind(OPEN) > rendered_prompt.rfind(CLOSE))
+        """Begin inside the thinking part if the prompt ends with its opening tag.
+
+        Only the end counts: the messages of the prompt may talk about the tags.
+        """
+        return _ThinkStream(inside=rendered_prompt.rstrip().endswith(OPEN))
 
 
 class _ThinkStream:
@@ -75,8 +79,7 @@ class _ThinkStream:
         if at >= 0:
             thought, self._held = self._held[:at], self._held[at + len(CLOSE) :]
             return self._trimmed(thought), True
-        keep = max((n for n in range(1, len(CLOSE)) if self._held.endswith(CLOSE[:n])), default=0)
-        cut = len(self._held) - keep
+        cut = len(self._held) - open_suffix(self._held, (CLOSE,))
         thought, self._held = self._held[:cut], self._held[cut:]
         return self._trimmed(thought), False
 

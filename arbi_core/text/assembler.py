@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arbi_core.engine.client import Finish, GenerationDelta
-from arbi_core.engine.messages import FinishOut, FinishReason, TokenLogprobs, TokenOut
+from arbi_core.engine.messages import FinishOut, FinishReason, TokenOut
 from arbi_core.text.detokenizer import IncrementalDetokenizer
 from arbi_core.text.stop import StopStrings
 
@@ -19,6 +19,8 @@ __all__ = ["OutputAssembler"]
 class OutputAssembler:
     """Assembles one completion.
 
+    A stop string counts once a token after the first ``min_tokens`` completes it; it may have begun before.
+
     Args:
         tokenizer: None yields token ids without text.
         sampling: stop strings and how to decode.
@@ -26,7 +28,7 @@ class OutputAssembler:
 
     Attributes:
         stopped: a stop string ended the text. The owner cancels the request; tokens that still come are dropped, and
-            `finish` turns the engine's end into the stop that the reader sees.
+            `finish` turns whatever end the engine reports into the stop that the reader sees.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams, *, index: int = 0) -> None:
@@ -56,55 +58,44 @@ class OutputAssembler:
         if self.stopped:
             return None
         text: list[str] = []
+        used = 0
         last = len(out.token_ids) - 1
         for i, token in enumerate(out.token_ids):
+            used = i + 1
             self._count += 1
-            if stop_token_id is None or i != last:
-                piece, self._stop = self._text(token)
-                text.append(piece)
+            if self._detokenizer is not None and (stop_token_id is None or i != last):
+                text.append(self._feed(self._detokenizer.push((token,))))
             if self._stop is not None:
-                return self._delta("".join(text), out.token_ids[: i + 1], out.logprobs[: i + 1], None)
-        return self._delta("".join(text), out.token_ids, out.logprobs, None)
+                break
+        return GenerationDelta(
+            index=self._index,
+            text="".join(text),
+            token_ids=out.token_ids[:used],
+            logprobs=out.logprobs[:used],
+        )
 
     def finish(self, out: FinishOut) -> GenerationDelta:
         """Take the engine's end and give out the last text."""
         text = ""
-        if self._stop is None:
-            text, self._stop = self._flush()
-        stopped = self._stop is not None and out.reason in {
-            FinishReason.LENGTH,
-            FinishReason.CANCELLED,
-            FinishReason.STOP,
-        }
+        if not self.stopped and self._detokenizer is not None:
+            text = self._feed(self._detokenizer.flush())
+            if self._stop is None:
+                text += self._stops.flush()
         finish = Finish(
-            reason=FinishReason.STOP if stopped else out.reason,
-            detail=out.detail,
-            stop=self._stop if stopped else out.stop_token_id,
+            reason=FinishReason.STOP if self.stopped else out.reason,
+            detail="" if self.stopped else out.detail,
+            stop=self._stop if self.stopped else out.stop_token_id,
             prompt_tokens=out.prompt_tokens,
             completion_tokens=self._count,
             cached_tokens=out.cached_tokens,
         )
-        return self._delta(text, (), (), finish)
+        return GenerationDelta(index=self._index, text=text, finish=finish)
 
-    def _text(self, token: int) -> tuple[str, str | None]:
-        if self._detokenizer is None:
-            return "", None
-        piece = self._detokenizer.push((token,))
+    def _feed(self, piece: str) -> str:
+        """Text that may be given out after `piece`; notes a stop string that it completes."""
+        if not piece:
+            return ""
         if self._count <= self._min_tokens:
-            return piece, None
-        return self._stops.feed(piece) if piece else ("", None)
-
-    def _flush(self) -> tuple[str, str | None]:
-        if self._detokenizer is None:
-            return "", None
-        text, stop = self._stops.feed(self._detokenizer.flush())
-        return (text, stop) if stop is not None else (text + self._stops.flush(), None)
-
-    def _delta(
-        self,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        finish: Finish | None,
-    ) -> GenerationDelta:
-        return GenerationDelta(index=self._index, text=text, token_ids=token_ids, logprobs=logprobs, finish=finish)
+            return self._stops.feed_unheeded(piece)
+        text, self._stop = self._stops.feed(piece)
+        return text

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arbi_core.errors import CheckpointError, RequestError
+from arbi_core.text.messages import normalize_messages
 
 if TYPE_CHECKING:
-    import jinja2
-
+    from arbi_core.text.jinja_env import ChatTemplate
     from arbi_core.text.tokenizer import Tokenizer
 
 __all__ = ["encode_chat", "normalize_messages", "render_chat"]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_RENDERED = 16 << 20
-"""Longest rendered prompt in characters; a template that makes more than this has gone wild."""
+OWN_VARIABLES = frozenset({"add_generation_prompt", "documents", "messages", "tools"})
+"""Variables that have arguments of their own."""
 
 
 def encode_chat(
@@ -28,15 +24,17 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Render and encode. The template writes the begin token itself, so none is added."""
+    """Render and encode; see `render_chat`. The template writes the begin token itself, so none is added."""
     text = render_chat(
         tokenizer,
         messages,
         add_generation_prompt=add_generation_prompt,
         tools=tools,
+        documents=documents,
         template=template,
         variables=variables,
     )
@@ -49,130 +47,102 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages with the checkpoint's chat template.
+
+    What the template can read decides the form that it gets: content that is a list of text parts stays one for a
+    template that loops over a message's content and becomes one text for any other; content that is a text becomes a
+    list with one part for a template that only knows lists. The role ``developer`` is written as ``system`` for a
+    template that does not mention it.
 
     Args:
         tokenizer: brings the templates and the named tokens.
         messages: OpenAI-style messages.
         add_generation_prompt: end with the header of the assistant's turn.
         tools: tool descriptions for templates that take them.
+        documents: documents for templates that take them.
         template: Jinja source to use instead of the checkpoint's.
-        variables: further template variables (``enable_thinking``, ...).
+        variables: further template variables (``enable_thinking``, ...); they win over the named tokens.
 
     Raises:
-        RequestError: no template, bad messages, or the template itself refuses them.
-        CheckpointError: the template is not valid Jinja.
+        RequestError: no template, bad messages, a `template` that is not valid Jinja, or the template refuses the
+            messages, fails on them, takes too long or writes too much.
+        CheckpointError: the checkpoint's template is not valid Jinja.
     """
-    source = template or _choose(tokenizer, with_tools=bool(tools))
-    reserved = {"messages", "tools", "add_generation_prompt"} & set(variables or {})
-    if reserved:
+    from arbi_core.text import jinja_env
+
+    own = OWN_VARIABLES & set(variables or {})
+    if own:
         raise RequestError(
-            f"{', '.join(sorted(reserved))} cannot be set as template variables", param="chat_template_kwargs"
+            f"{', '.join(sorted(own))} cannot be set as template variables", param="chat_template_kwargs"
         )
-    compiled = _compile(source)
-    pieces: list[str] = []
-    size = 0
+    compiled = _given(template) if template is not None else _chosen(tokenizer, with_tools=bool(tools))
+    everything = {
+        **tokenizer.named_tokens,
+        **(variables or {}),
+        "messages": _for_template(compiled, messages),
+        "tools": list(tools) if tools else None,
+        "documents": list(documents) if documents else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
-        for piece in compiled.generate(
-            **tokenizer.named_tokens,
-            **(variables or {}),
-            messages=normalize_messages(messages),
-            tools=tools or None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-        ):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_RENDERED:
-                raise RequestError(f"the chat template makes a prompt of more than {MAX_RENDERED} characters")
+        return jinja_env.render(compiled, everything)
     except RequestError:
         raise
+    except RecursionError:
+        raise RequestError("the chat template calls itself without end", param="messages") from None
     except Exception as exc:  # a template can raise anything; all of it concerns this request alone
-        raise RequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
-    return "".join(pieces)
+        problem = str(exc) or type(exc).__name__
+        raise RequestError(f"the chat template fails on these messages: {problem}", param="messages") from exc
 
 
-def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Check roles and contents; text parts of a message become one text.
-
-    Raises:
-        RequestError: no messages, an unknown role, a missing content or a part that is not text.
-    """
-    result = []
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(f"{where} must be an object with role and content", param="messages")
-        role = message.get("role")
-        if role not in ROLES:
-            raise RequestError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", param="messages")
-        plain = dict(message)
-        content = message.get("content")
-        if isinstance(content, (list, tuple)):
-            plain["content"] = "".join(_part(p, f"{where}.content[{j}]") for j, p in enumerate(content))
-        elif content is None and (role == "assistant" and message.get("tool_calls")):
-            plain["content"] = ""
-        elif not isinstance(content, str):
-            raise RequestError(f"{where}.content must be text, not {content!r}", param="messages")
-        result.append(plain)
-    if not result:
-        raise RequestError("messages is empty; it needs at least one message", param="messages")
-    return result
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise RequestError(f"{where} has type {kind!r}; this model takes text parts only", param="messages")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.text must be text, not {text!r}", param="messages")
-    return text
-
-
-def _choose(tokenizer: Tokenizer, *, with_tools: bool) -> str:
-    templates = tokenizer.chat_templates
-    if with_tools and "tool_use" in templates:
-        return templates["tool_use"]
-    if "default" not in templates:
-        raise RequestError(
-            "this model has no chat template, so it cannot take messages; use the completions endpoint with a prompt"
-        )
-    return templates["default"]
-
-
-@lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    from arbi_core.text.jinja_ext import GenerationTag
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # prompts are no HTML
-        extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+def _for_template(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    plain = normalize_messages(
+        messages, keep_parts=template.reads_parts, wrap_text=template.reads_parts and not template.reads_text
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
+    if not template.knows_developer:
+        for message in plain:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    return plain
+
+
+def _given(source: str) -> ChatTemplate:
+    import jinja2
+
+    from arbi_core.text.jinja_env import compile_template
+
     try:
-        return environment.from_string(source)
+        return compile_template(source)
     except jinja2.TemplateSyntaxError as exc:
-        raise CheckpointError(f"the chat template is not valid Jinja: line {exc.lineno}: {exc.message}") from exc
+        raise RequestError(
+            f"chat_template is not valid Jinja: line {exc.lineno}: {exc.message}", param="chat_template"
+        ) from exc
 
 
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+def _chosen(tokenizer: Tokenizer, *, with_tools: bool) -> ChatTemplate:
+    """The checkpoint's template: ``tool_use`` where there are tools and such a template, else ``default``."""
+    import jinja2
+
+    from arbi_core.text.jinja_env import compile_template
+
+    name = "tool_use" if with_tools and "tool_use" in tokenizer.chat_templates else "default"
+    if name not in tokenizer.chat_templates:
+        raise _no_template(tokenizer.chat_template_names)
+    try:
+        return compile_template(tokenizer.chat_templates[name])
+    except jinja2.TemplateSyntaxError as exc:
+        raise CheckpointError(
+            f"the checkpoint's chat template {name!r} is not valid Jinja: line {exc.lineno}: {exc.message}"
+        ) from exc
 
 
-def _raise(message: str) -> None:
-    raise RequestError(f"the chat template refuses these messages: {message}", param="messages")
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+def _no_template(others: Sequence[str]) -> RequestError:
+    if others:
+        problem = f"this model has no default chat template, only {', '.join(others)}"
+        return RequestError(f"{problem}; send the one you mean as chat_template", param="chat_template")
+    problem = "this model has no chat template, so it cannot take messages"
+    return RequestError(f"{problem}; use the completions endpoint with a prompt", param="messages")

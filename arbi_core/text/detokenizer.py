@@ -48,9 +48,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._stream: _Stream = (
-            _Window(tokenizer) if tokenizer.rules is None else _Bytes(tokenizer, tokenizer.rules)
-        )
+        self._stream: _Stream = _Window(tokenizer) if tokenizer.rules is None else _Bytes(tokenizer, tokenizer.rules)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that they complete."""

@@ -50,7 +50,7 @@ class Tokenizer:
         self._step_names = frozenset(step["type"] for step in steps)
         self.rules = piece_rules(steps)
         self.may_break_characters = bool(self._step_names & {"ByteLevel", "ByteFallback"})
-        self._bytes: dict[int, bytes | None] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -118,16 +118,13 @@ class Tokenizer:
 
         Models may have more logits than the vocabulary has entries, so such ids do occur among log-probabilities.
         """
-        return self.known_bytes(token_id) or b""
-
-    def known_bytes(self, token_id: int) -> bytes | None:
-        """Like `token_bytes`, but None for an id that the vocabulary does not have."""
-        if token_id not in self._bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
             piece = self.piece(token_id)
             if piece is None:
-                return None
-            self._bytes[token_id] = self._piece_bytes(token_id, piece)
-        return self._bytes[token_id]
+                return b""
+            known = self._bytes[token_id] = self._piece_bytes(token_id, piece)
+        return known
 
     def _piece_bytes(self, token_id: int, piece: str) -> bytes:
         if self.rules is not None:

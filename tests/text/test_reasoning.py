@@ -24,6 +24,7 @@ def parse(prompt, pieces):
         ("", "<think>never closed", "never closed", ""),
         ("", "<thin", "", "<thin"),
         ("", "a <think>b</think> c", "", "a <think>b</think> c"),
+        ("<user>what is <think>?<assistant>", "a tag", "", "a tag"),
         ("", "", "", ""),
         ("", "<think>a</thinker></think>é🙂", "a</thinker>", "é🙂"),
     ],

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from arbi_core.engine.client import EngineClient, GenerationDelta
-from arbi_core.engine.messages import TokenLogprobs
 from arbi_core.errors import ArbiError
 from arbi_core.server.body import read_json
 from arbi_core.server.errors import from_error
@@ -30,6 +29,7 @@ from arbi_core.server.generation import (
 from arbi_core.server.schemas.base import structure
 from arbi_core.server.schemas.requests import IGNORED, REFUSED, ChatRequest, sampling_params
 from arbi_core.text.chat import render_chat
+from arbi_core.text.logprobs import chat_logprobs
 from arbi_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ async def chat_completions(request: Request) -> Response:
             {
                 "index": i,
                 "message": {"role": "assistant", **answers[i].whole("".join(c.text)), "refusal": None},
-                "logprobs": {"content": logprob_content(tokenizer, c.logprobs)} if body.logprobs else None,
+                "logprobs": {"content": chat_logprobs(tokenizer, c.logprobs)} if body.logprobs else None,
                 "finish_reason": c.reason,
             }
             for i, c in enumerate(choices)
@@ -114,19 +114,6 @@ class _Answer:
         return {"content": "", **self.part(text, last=True)}
 
 
-def logprob_content(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """OpenAI's chat form of log-probabilities."""
-
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
-
-    return [
-        {**one(e.token_id, e.logprob), "top_logprobs": [one(t, p) for t, p in e.top]}
-        for e in entries
-    ]  # fmt: skip
-
-
 def render_error(exc: Exception) -> str:
     """The last event of a stream that failed."""
     if not isinstance(exc, ArbiError):
@@ -162,7 +149,7 @@ async def _chunks(
                     yield chunk(i, {"role": "assistant", "content": ""})
             if delta.finish is not None:
                 collected[delta.index].finish = delta.finish
-            scores = {"content": logprob_content(tokenizer, delta.logprobs)} if logprobs and delta.logprobs else None
+            scores = {"content": chat_logprobs(tokenizer, delta.logprobs)} if logprobs and delta.logprobs else None
             parts = answers[delta.index].part(delta.text, last=delta.finish is not None)
             if parts or scores:
                 yield chunk(delta.index, parts or {"content": ""}, scores=scores)

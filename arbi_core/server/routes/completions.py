@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from arbi_core.engine.client import EngineClient, GenerationDelta
-from arbi_core.engine.messages import TokenLogprobs
 from arbi_core.errors import RequestError
 from arbi_core.server.body import read_json
 from arbi_core.server.generation import (
@@ -30,6 +29,7 @@ from arbi_core.server.generation import (
 from arbi_core.server.routes.chat import render_error
 from arbi_core.server.schemas.base import structure
 from arbi_core.server.schemas.requests import IGNORED, REFUSED, CompletionRequest, sampling_params
+from arbi_core.text.logprobs import CompletionLogprobs
 from arbi_core.text.tokenizer import Tokenizer
 
 __all__ = ["completions"]
@@ -78,7 +78,7 @@ async def completions(request: Request) -> Response:
         {
             "index": p * body.n + i,
             "text": echoes[p] + "".join(c.text),
-            "logprobs": _logprobs(tokenizer, c.logprobs, 0) if body.logprobs is not None else None,
+            "logprobs": _scores(tokenizer, body).block(c.logprobs) if body.logprobs is not None else None,
             "finish_reason": c.reason,
             **({"token_ids": c.token_ids} if tokenizer is None else {}),
         }
@@ -113,23 +113,9 @@ def _prompts(engine: EngineClient, prompt: str | list[int] | list[str] | list[li
     return [list(p) for p in prompt]
 
 
-def _logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """OpenAI's completions form of log-probabilities; offsets count characters of the completion."""
-
-    def text(token: int) -> str:
-        return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)
-
-    tokens = [text(e.token_id) for e in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [e.logprob for e in entries],
-        "top_logprobs": [{text(t): p for t, p in (e.top or ((e.token_id, e.logprob),))} for e in entries],
-        "text_offset": offsets,
-    }
+def _scores(tokenizer: Tokenizer | None, body: CompletionRequest) -> CompletionLogprobs:
+    """The log-probabilities of one choice. Echo and logprobs exclude each other, so its text begins at 0."""
+    return CompletionLogprobs(tokenizer, skip_special_tokens=body.skip_special_tokens)
 
 
 async def _chunks(
@@ -144,7 +130,7 @@ async def _chunks(
     if include_usage:
         head = {**head, "usage": None}
     collected = [[Choice() for _ in range(body.n)] for _ in streams]
-    offsets = [0] * (len(streams) * body.n)
+    scorers = [_scores(tokenizer, body) for _ in range(len(streams) * body.n)]
     started: set[int] = set()
     async for prompt, delta in merge(streams):
         index = prompt * body.n + delta.index
@@ -152,8 +138,7 @@ async def _chunks(
         started.add(index)
         scores = None
         if body.logprobs is not None and delta.logprobs:
-            scores = _logprobs(tokenizer, delta.logprobs, offsets[index])
-            offsets[index] += sum(len(t) for t in scores["tokens"])
+            scores = scorers[index].block(delta.logprobs)
         reason = None
         if delta.finish is not None:
             collected[prompt][delta.index].finish = delta.finish
