@@ -160,6 +160,8 @@ class Scheduler:
             self.prompt_tokens += max(0, min(request.computed, request.num_prompt) - before)
             error = output.errors.get(row.request_id)
             if error is not None:
+                # Its earlier chunks may be as bad as the row that showed it: nothing of its namespace is reused.
+                self.table.flush(request.msg.tenant)
                 self._finish(request, FinishReason.ERROR, detail=error)
                 continue
             if row.num_tokens > 1 or request.num_output == 0:
@@ -211,7 +213,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's pages; it waits again and will be recomputed."""
-        self._leave_running(request)
+        self._leave_running(request, keep=True)
         request.state = RequestState.WAITING
         request.computed = 0
         request.preemptions += 1
@@ -297,7 +299,7 @@ class Scheduler:
     ) -> None:
         """The one terminal routine: every request passes here exactly once."""
         if request.state is RequestState.RUNNING:
-            self._leave_running(request)
+            self._leave_running(request, keep=reason is not FinishReason.ERROR)
         else:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
@@ -319,10 +321,10 @@ class Scheduler:
         if self._on_finished is not None:
             self._on_finished(_record(request, reason, cached))
 
-    def _leave_running(self, request: Request) -> None:
-        """Give back pages and row. Full pages whose state is written stay in the prefix cache."""
+    def _leave_running(self, request: Request, *, keep: bool) -> None:
+        """Give back pages and row. With `keep`, full pages whose state is written stay in the prefix cache."""
         self.running.remove(request)
-        self.table.release(request.id, request.token_ids[: request.computed])
+        self.table.release(request.id, request.token_ids[: request.computed] if keep else None)
         if self.row_pool is not None:
             self.row_pool.free(request.id)
         self._dropped.append(request.id)

@@ -201,6 +201,21 @@ def test_row_failure_ends_that_request_alone():
     assert "good" in w.scheduler.requests
 
 
+def test_failed_row_leaves_nothing_in_the_prefix_cache():
+    """A NaN in the last chunk says that the chunks before it cannot be trusted either."""
+    w = World(budget=4)
+    prompt = list(range(3, 13))
+    w.add("bad", prompt)
+    w.step()
+    assert w.table.peek(prompt) == 4
+    w.step()
+    plan = w.scheduler.schedule(1.0)
+    w.scheduler.commit(plan, StepOutput({"bad": 0}, errors={"bad": "NaN"}), 1.0)
+    assert w.table.peek(prompt) == 0
+    w.table.check()
+    assert w.table.available == w.table.total_pages
+
+
 def test_rows_exhausted_defers_admission():
     w = World(rows=1, seqs=4)
     w.add("a", [5, 6])
