@@ -15,6 +15,7 @@ TORCH = os.environ.get("ARBI_TORCH", "torch==2.13.0")
 PLUGINS = ["plugins/gguf"]
 TEST_DEPS = [
     "accelerate",
+    "cryptography",
     "editables",
     "hatchling",
     "httpx",

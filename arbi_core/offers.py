@@ -10,6 +10,8 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
+    from arbi_core.config.tree import ServerConfig
+    from arbi_core.distributed.group import ProcessGroup
     from arbi_core.model.linear import LinearBase
     from arbi_core.sampler.sampler import SamplerRow
     from arbi_core.scheduler.plan import StepOutput, StepPlan
@@ -18,12 +20,16 @@ __all__ = [
     "AdapterType",
     "AudioCodec",
     "Drafter",
+    "Executor",
     "ExecutorFactory",
     "LogitsProcessor",
     "MediaEncoder",
     "ParsedText",
+    "PendingStep",
+    "Ranks",
     "ReasoningParser",
     "Route",
+    "Runner",
     "StreamParser",
     "ToolCallDelta",
     "ToolParser",
@@ -200,10 +206,76 @@ class AudioCodec(Protocol):
         ...
 
 
-class _Executor(Protocol):
-    def execute(self, plan: StepPlan) -> StepOutput: ...
+class PendingStep(Protocol):
+    """A step that the ranks have been given."""
 
-    def close(self) -> None: ...
+    def result(self) -> StepOutput:
+        """Wait for what it drew. Called once, in the order of dispatch."""
+        ...
+
+
+class Executor(Protocol):
+    """Whatever carries out plans on the ranks."""
+
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Give every rank one step."""
+        ...
+
+    def close(self) -> None:
+        """Release device memory and end other ranks. Idempotent."""
+        ...
+
+
+class Runner(Protocol):
+    """One rank's model and state."""
+
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Give the device one step."""
+        ...
+
+    def close(self) -> None:
+        """Release device memory. Idempotent."""
+        ...
+
+
+class Ranks(Protocol):
+    """This process's place among the ranks that serve one model."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """What parallel layers talk to."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """0 drives, the others follow."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def device_index(self) -> int:
+        """Which CUDA device of its host is this rank's."""
+        ...
+
+    def agree_min(self, value: int) -> int:
+        """The smallest of all ranks' values. Every rank calls it, in the same order."""
+        ...
+
+    def drive(self, runner: Runner) -> Executor:
+        """Rank 0: what hands plans to all ranks, this one included."""
+        ...
+
+    def follow(self, runner: Runner) -> None:
+        """Other ranks: carry out plans until rank 0 closes. Raises if rank 0 is lost."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        ...
 
 
 @runtime_checkable
@@ -215,8 +287,8 @@ class ExecutorFactory(Protocol):
         """Name that ``executor`` in the configuration uses."""
         ...
 
-    def start(self, build_rank: Any) -> _Executor:
-        """Start every rank with ``build_rank() -> ModelRunner`` and return what runs plans on them."""
+    def open(self, config: ServerConfig) -> Ranks:
+        """Start or join the ranks; returns this process's place among them."""
         ...
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,6 +104,11 @@ class LayerBinding:
         """Whether any layer keeps state per request."""
         return any(s.rows for s in self._storage)
 
+    @property
+    def fold_grid(self) -> int:
+        """Tokens on whose multiples a prefill may be cut without changing a bit of any recurrent state."""
+        return math.lcm(*(s.fold_grid for s in self._storage)) if self._storage else 1
+
     def allocate(self, num_pages: int, num_rows: int) -> None:
         """Make the state tensors, zeroed; page 0 and row 0 are the null page and the zero sentinel."""
         self._states = [
@@ -119,6 +125,38 @@ class LayerBinding:
         for spec, state in zip(self._storage, self._states, strict=True):
             for t in spec.rows:
                 state[t.name].index_fill_(0, index, 0)
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """Bytes of pages over all layers: ``(n, page_bytes)`` uint8 on the device."""
+        return self._save(pages, [t for s, st in self._parts() for t in (st[p.name] for p in s.pages)])
+
+    def load_pages(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        """Write what `save_pages` gave; `data` may lie on the host. No page may occur twice."""
+        self._load(pages, data, [t for s, st in self._parts() for t in (st[p.name] for p in s.pages)])
+
+    def save_rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """Bytes of recurrent rows over all layers: ``(n, row_bytes)`` uint8 on the device."""
+        return self._save(rows, [t for s, st in self._parts() for t in (st[r.name] for r in s.rows)])
+
+    def load_rows(self, rows: Sequence[int], data: torch.Tensor) -> None:
+        """Write what `save_rows` gave; `data` may lie on the host. No row may occur twice."""
+        self._load(rows, data, [t for s, st in self._parts() for t in (st[r.name] for r in s.rows)])
+
+    def _parts(self) -> Iterator[tuple[StorageSpec, dict[str, torch.Tensor]]]:
+        return zip(self._storage, self._states, strict=True)
+
+    def _save(self, where: Sequence[int], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        index = torch.tensor(where, dtype=torch.int64, device=self._ctx.device)
+        return torch.cat([t.index_select(0, index).reshape(len(where), -1).view(torch.uint8) for t in tensors], dim=1)
+
+    def _load(self, where: Sequence[int], data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        index = torch.tensor(where, dtype=torch.int64, device=self._ctx.device)
+        data, at = data.to(self._ctx.device), 0
+        for t in tensors:
+            width = t[0].numel() * t.element_size()
+            part = data[:, at : at + width].contiguous().view(t.dtype).view(len(where), *t.shape[1:])
+            t.index_copy_(0, index, part)
+            at += width
 
     def begin_step(self, batch: ForwardBatch) -> None:
         """Build the metadata of every kind for the step that follows."""

@@ -1,37 +1,18 @@
-"""Executor ``local``: one rank, in the engine's own process."""
+"""Executors ``local`` (one rank, in the engine's own process) and ``distributed`` (several, over torch.distributed)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arbi_core.api import hookimpl
 
 if TYPE_CHECKING:
-    from arbi_core.offers import ExecutorFactory
-    from arbi_core.runner.runner import ModelRunner
-    from arbi_core.scheduler.plan import StepOutput, StepPlan
+    from arbi_core.config.tree import ServerConfig
+    from arbi_core.offers import ExecutorFactory, Ranks
 
-__all__ = ["LocalExecutorFactory"]
+__all__ = ["DistributedExecutorFactory", "LocalExecutorFactory"]
 
 arbi_api_version = 1
-
-
-class _LocalExecutor:
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner: ModelRunner | None = runner
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run the plan here."""
-        if self._runner is None:
-            raise RuntimeError("the executor is closed")
-        return self._runner.execute(plan)
-
-    def close(self) -> None:
-        """Drop model and state."""
-        if self._runner is not None:
-            self._runner.binding.release()
-            self._runner = None
 
 
 class LocalExecutorFactory:
@@ -39,12 +20,31 @@ class LocalExecutorFactory:
 
     name = "local"
 
-    def start(self, build_rank: Callable[[], Any]) -> _LocalExecutor:
-        """Build the one rank."""
-        return _LocalExecutor(build_rank())
+    def open(self, config: ServerConfig) -> Ranks:  # noqa: ARG002  # the protocol's signature
+        """One rank."""
+        from arbi_core.distributed.local import LocalRanks
+
+        return LocalRanks()
+
+
+class DistributedExecutorFactory:
+    """See `arbi_core.offers.ExecutorFactory`."""
+
+    name = "distributed"
+
+    def open(self, config: ServerConfig) -> Ranks:
+        """Start the other ranks on this host, or join those that torchrun started.
+
+        Raises:
+            ConfigError: torchrun started another number of ranks, or there are too few devices.
+            RankFailedError: a rank did not come.
+        """
+        from arbi_core.distributed.launch import open_distributed
+
+        return open_distributed(config)
 
 
 @hookimpl
 def arbi_executors() -> list[ExecutorFactory]:
-    """Offer it."""
-    return [LocalExecutorFactory()]
+    """Offer both."""
+    return [LocalExecutorFactory(), DistributedExecutorFactory()]

@@ -103,6 +103,20 @@ class CacheConfig:
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory that arbi may use.", low=0.05, high=1.0)
     cpu_kv_gib: float = option(2.0, "Most memory for the KV pool on CPU, in GiB.", low=0.001)
     enable_prefix_caching: bool = option(True, "Reuse the pages of shared prompt prefixes.")
+    host_tier_gib: float = option(
+        0.0, "RAM for pages that left the device, in GiB; they come back on a prefix hit. 0 keeps none.", low=0.0
+    )
+    disk_tier_dir: str | None = option(None, "Directory for pages that left the RAM tier; needs --host-tier-gib.")
+    disk_tier_gib: float = option(16.0, "Most space that --disk-tier-dir may take, in GiB.", low=0.001)
+    disk_tier_encrypt: bool = option(
+        False, "Encrypt the disk tier's files (AES-256-GCM, a key that lives in this process only)."
+    )
+    tier_ttl_s: float | None = option(None, "Forget pages of the tiers unused for so many seconds.", low=1.0)
+    tier_min_tokens: int = option(64, "Shorter prefixes are computed again instead of kept in RAM.", low=0)
+    disk_tier_min_tokens: int = option(512, "Shorter prefixes are computed again instead of kept on disk.", low=0)
+    savepoint_gib: float = option(
+        1.0, "RAM for saved recurrent states, which prefix hits of hybrid models need, in GiB; 0 keeps none.", low=0.0
+    )
     backends: tuple[str, ...] = option(
         (), "Choose an attention backend, kind:name (repeatable).", flag="backend", metavar="KIND:NAME"
     )
@@ -119,7 +133,25 @@ class SchedulerConfig:
     max_prefill_chunk: int | None = option(
         None, "Most prompt tokens of one request in one step; default: the token budget.", low=1
     )
-    executor: str = option("local", "How ranks are started and reached; plugins add names.")
+    tensor_parallel_size: int = option(1, "Ranks that share every layer.", low=1, high=1024, flag="tp")
+    executor: str = option(
+        "auto", "How ranks are started and reached: auto (local for one rank, else distributed), or a name."
+    )
+    rank_timeout_s: float = option(60.0, "Seconds after which a rank that does not finish a step is lost.", low=0.1)
+    async_output: str = option(
+        "auto",
+        "Decide a step before the tokens of the previous one are known; auto is on for CUDA.",
+        choices=("auto", "on", "off"),
+    )
+    tenant_limits: tuple[str, ...] = option(
+        (),
+        "Limits of a tenant, or of all others with the name * (repeatable): weight, max_running, max_waiting, "
+        "max_prompt_tokens, tokens_per_second, priority.",
+        metavar="NAME:KEY=VALUE[:KEY=VALUE]",
+    )
+    jobs_dir: str | None = option(
+        None, "Directory where batch jobs that were not finished wait for a restart (requests with a job_id)."
+    )
     max_queue: int = option(1024, "Requests that may wait; more are answered 429.", low=1)
     default_timeout_s: float | None = option(None, "Seconds after which a request ends with 'timeout'.", low=0.001)
 

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import define, evolve
 
 from arbi_core.engine.client import GenerationDelta, Health, HealthState, ModelInfo
-from arbi_core.engine.messages import EngineStats, FinishOut, OutputBatch, Priority, SubmitMsg, TokenOut
-from arbi_core.errors import EngineClosedError, EngineFailedError
+from arbi_core.engine.messages import EngineStats, FinishOut, FinishReason, OutputBatch, Priority, SubmitMsg, TokenOut
+from arbi_core.errors import EngineClosedError, EngineFailedError, RequestError
 from arbi_core.text.assembler import OutputAssembler
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ __all__ = ["AsyncEngine"]
 
 log = logging.getLogger("arbi.engine")
 
-IDLE_WAIT_S = 0.5
-"""How long the idle engine thread sleeps before it looks at deadlines again."""
+T = TypeVar("T")
 
 
 @define(eq=False)
@@ -93,10 +92,14 @@ class AsyncEngine:
         *,
         request_id: str,
         tenant: str = "",
-        priority: Priority = Priority.INTERACTIVE,
+        priority: Priority | None = None,
+        cache_enabled: bool = True,
         timeout_s: float | None = None,
+        job_id: str | None = None,
     ) -> AsyncGenerator[GenerationDelta, None]:
         """See the protocol."""
+        if job_id is not None and sampling.n > 1:
+            raise RequestError("a request with a job_id makes one completion", param="n")
         self._loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[GenerationDelta] = asyncio.Queue()
         keys = [f"{request_id}-{i}" for i in range(sampling.n)]
@@ -111,8 +114,10 @@ class AsyncEngine:
                 stop_token_ids=stop,
                 tenant=tenant,
                 priority=priority,
+                cache_enabled=cache_enabled,
                 timeout_s=timeout_s,
                 arrival=time.monotonic(),
+                job_id=job_id,
             )
             for i, key in enumerate(keys)
         ]
@@ -129,6 +134,10 @@ class AsyncEngine:
                 self._streams.pop(key, None)
                 if i in open_:
                     self._post(_cancel(self._core, key))
+
+    async def flush_cache(self, tenant: str | None = None) -> int:
+        """See the protocol."""
+        return await self._call(lambda: self._core.flush_cache(tenant))
 
     async def drain(self, timeout_s: float) -> bool:
         """See the protocol."""
@@ -166,22 +175,22 @@ class AsyncEngine:
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
 
-    async def _call(self, command: Callable[[], None]) -> None:
-        """Run a command on the engine's thread; raises what it raises."""
+    async def _call(self, command: Callable[[], T]) -> T:
+        """Run a command on the engine's thread; returns what it returns, raises what it raises."""
         if self._closed or not self._thread.is_alive():
             raise EngineClosedError("the engine is closed")
-        future: Future[None] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                command()
+                result = command()
             except BaseException as exc:  # noqa: BLE001  # carried to the caller
                 future.set_exception(exc)
             else:
-                future.set_result(None)
+                future.set_result(result)
 
         self._post(run)
-        await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(future)
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -205,16 +214,16 @@ class AsyncEngine:
 
     def _take_commands(self) -> bool:
         """Run what was posted, waiting while there is nothing else to do; false ends the thread."""
-        block = not self._core.has_work
+        wait = self._core.wait_s()
         while True:
             try:
-                command = self._commands.get(block=block, timeout=IDLE_WAIT_S if block else None)
+                command = self._commands.get(block=wait > 0, timeout=wait or None)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            block = False
+            wait = 0.0
 
     def _publish(self, batch: OutputBatch) -> None:
         loop = self._loop
@@ -243,8 +252,8 @@ class AsyncEngine:
         if delta is not None:
             stream.inbox.put_nowait(delta)
         if stream.assembler.stopped and end is None:
-            self._post(_cancel(self._core, out.request_id))
+            self._post(_cancel(self._core, out.request_id, FinishReason.STOP))
 
 
-def _cancel(core: EngineCore, key: str) -> Callable[[], Any]:
-    return lambda: core.cancel(key)
+def _cancel(core: EngineCore, key: str, reason: FinishReason = FinishReason.CANCELLED) -> Callable[[], None]:
+    return lambda: core.cancel(key, reason)

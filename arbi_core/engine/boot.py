@@ -1,43 +1,37 @@
-"""Builds an engine from a configuration: plugins, model, pools, scheduler, runner."""
+"""Builds an engine from a configuration: plugins, ranks, pools, scheduler."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from attrs import define, frozen
 
-from arbi_core.backend.base import BackendContext
-from arbi_core.backend.binding import LayerBinding
-from arbi_core.backend.select import select_backends
-from arbi_core.distributed.group import ProcessGroup, SingleProcessGroup
 from arbi_core.engine.client import ModelInfo
 from arbi_core.engine.core import EngineCore
-from arbi_core.engine.memory import plan_pages
+from arbi_core.engine.jobs import JobStore
+from arbi_core.engine.memory import GIB
+from arbi_core.engine.rank import BuiltRank, build_rank
 from arbi_core.errors import ConfigError
-from arbi_core.loader.base import WeightContext
 from arbi_core.loader.generation import default_sampling, end_token_ids
-from arbi_core.loader.load import load_dummy, load_weights
-from arbi_core.loader.progress import NoProgress, Progress
-from arbi_core.loader.resolve import LoadedConfig, display_name, prepare
-from arbi_core.model.base import BuildContext
+from arbi_core.loader.resolve import display_name
 from arbi_core.plugins import Registry, load_registry
 from arbi_core.pool import PagePool, PageTable, RowPool
-from arbi_core.runner.runner import ModelRunner
-from arbi_core.sampler.sampler import Sampler
-from arbi_core.scheduler import Scheduler, SchedulerLimits
+from arbi_core.pool.savepoints import SavepointStore
+from arbi_core.pool.tiers import HostTier, TierSettings
+from arbi_core.scheduler import Scheduler, SchedulerLimits, Tenants, parse_tenant_limits
 from arbi_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from arbi_core.config.tree import ServerConfig
+    from arbi_core.loader.progress import Progress
+    from arbi_core.offers import Ranks
 
-__all__ = ["BootReport", "BuiltEngine", "build_engine"]
+__all__ = ["BootReport", "BuiltEngine", "build_engine", "open_ranks"]
 
 log = logging.getLogger("arbi.boot")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @frozen
@@ -62,8 +56,26 @@ class BuiltEngine:
     report: BootReport
 
 
+def open_ranks(config: ServerConfig, registry: Registry) -> Ranks:
+    """Start or join the ranks that the configuration asks for.
+
+    Raises:
+        UnknownNameError: no installed plugin offers the executor.
+        ConfigError: the executor cannot run that many ranks.
+    """
+    name = config.scheduler.executor
+    if name == "auto":
+        name = "local" if config.scheduler.tensor_parallel_size == 1 else "distributed"
+    elif name == "local" and config.scheduler.tensor_parallel_size > 1:
+        raise ConfigError("scheduler.executor", "'local' is one rank", "use auto or distributed with --tp")
+    return registry.pick("executor", registry.executors, name).open(config)
+
+
 def build_engine(
-    config: ServerConfig, registry: Registry | None = None, progress: Progress | None = None
+    config: ServerConfig,
+    registry: Registry | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> BuiltEngine:
     """Build everything that serves one model.
 
@@ -71,155 +83,152 @@ def build_engine(
         config: the resolved tree.
         registry: installed plugins; None discovers them as the configuration says.
         progress: shows the loading of weights.
+        ranks: this process's place, which must be rank 0; None opens what the configuration says.
 
     Raises:
         ArbiError: any of its kinds: what cannot be found, read, understood or fitted is named.
     """
     start = time.monotonic()
     registry = registry or load_registry(config.plugins_policy)
-    device = _device(config.model.device)
-    loaded = prepare(config.model, registry)
-    dtype = DTYPES[loaded.spec.dtype if config.model.dtype == "auto" and device.type != "cpu" else _cpu_dtype(config)]
-    max_model_len = _max_model_len(config, loaded)
-    group = SingleProcessGroup()
-    model, held = _load(loaded, config, registry, device, dtype, group, max_model_len, progress or NoProgress())
-
-    ctx = BackendContext(
-        device=device,
-        dtype=dtype,
-        page_size=config.cache.page_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        parallel=group.spec,
-        options=config.plugins,
-    )
-    spec = loaded.spec
-    backends = select_backends(
-        spec.layers, registry.attention_backends, config.cache.kv_dtype, config.cache.backends, device
-    )
-    binding = LayerBinding(spec.layers, model, backends, ctx)
-    pages = plan_pages(config, binding, ctx, explicit_len=config.model.max_model_len is not None)
-    binding.allocate(pages.num_pages, ctx.max_num_seqs + 1)
-    sampler = Sampler(registry.logits_processors)
-    runner = ModelRunner(model, binding, sampler, ctx)
-
-    table = PageTable(PagePool(pages.num_pages, config.cache.page_size), enabled=config.cache.enable_prefix_caching)
-    limits = SchedulerLimits(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_prefill_chunk=config.scheduler.max_prefill_chunk or config.scheduler.max_num_batched_tokens,
-        max_model_len=pages.max_model_len,
-    )
-    rows = RowPool(ctx.max_num_seqs) if binding.needs_rows else None
-    scheduler = Scheduler(limits, table, rows, on_finished=registry.request_finished)
-    info = ModelInfo(
-        name=config.server.served_model_name or display_name(config.model.path),
-        architecture=spec.architecture,
-        max_model_len=pages.max_model_len,
-        vocab_size=spec.dims.vocab_size,
-        default_sampling=default_sampling(loaded.generation_config),
-        kv_capacity_tokens=(pages.num_pages - 1) * config.cache.page_size,
-        kv_backend={kind: backend.name for kind, backend in backends.items()},
-    )
+    tenants = Tenants(parse_tenant_limits(config.scheduler.tenant_limits))
+    _check_tiers(config)
+    ranks = ranks or open_ranks(config, registry)
+    try:
+        rank = build_rank(config, registry, ranks, progress)
+    except BaseException:
+        ranks.close()
+        raise
+    info = _info(config, rank)
+    asynchronous = config.scheduler.async_output
+    depth = int(asynchronous == "on" or (asynchronous == "auto" and rank.ctx.device.type == "cuda"))
     core = EngineCore(
-        scheduler,
-        _executor(config, registry, runner),
+        _scheduler(config, registry, rank, tenants),
+        ranks.drive(rank.runner),
         info,
         max_queue=config.scheduler.max_queue,
         default_timeout_s=config.scheduler.default_timeout_s,
         seed=config.model.seed,
         processors=registry.logits_processors,
+        depth=depth,
+        jobs=_jobs(config, info),
+        on_close=ranks.close,
     )
+    loaded = rank.loaded
     tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
-    report = _report(info, (("weights", held), *pages.rows), dtype, device, time.monotonic() - start)
+    report = _report(config, info, rank, ranks, time.monotonic() - start)
     for label, value in report.rows:
         log.info("%s: %s", label, value)
-    built = BuiltEngine(
-        core, registry, tokenizer, end_token_ids(spec, loaded.generation_config, loaded.tokenizer), report
-    )
+    end_ids = end_token_ids(loaded.spec, loaded.generation_config, loaded.tokenizer)
+    built = BuiltEngine(core, registry, tokenizer, end_ids, report)
     registry.engine_built(core)
     return built
 
 
-def _executor(config: ServerConfig, registry: Registry, runner: ModelRunner) -> Any:
-    factory = registry.pick("executor", registry.executors, config.scheduler.executor)
-    return factory.start(lambda: runner)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise ConfigError("model.device", f"{name!r} is not a device", "cpu, cuda or cuda:N") from exc
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device", f"{name!r} was asked for, but torch sees no CUDA device", "use cpu")
-    return device
-
-
-def _cpu_dtype(config: ServerConfig) -> str:
-    return "float32" if config.model.dtype == "auto" else config.model.dtype
-
-
-def _max_model_len(config: ServerConfig, loaded: LoadedConfig) -> int:
-    trained = loaded.spec.dims.max_position_embeddings
-    asked = config.model.max_model_len
-    if asked is not None and asked > trained:
-        raise ConfigError(
-            "model.max_model_len", f"{asked} is longer than the {trained} tokens that the model was trained for",
-            f"at most {trained}",
-        )  # fmt: skip
-    return asked or trained
-
-
-def _load(
-    loaded: LoadedConfig,
-    config: ServerConfig,
-    registry: Registry,
-    device: torch.device,
-    dtype: torch.dtype,
-    group: ProcessGroup,
-    max_model_len: int,
-    progress: Progress,
-) -> tuple[Any, str]:
-    """Build on the meta device and fill; says how the linears are held."""
-    with torch.device("meta"):
-        model = loaded.family.build(loaded.spec, BuildContext(dtype, group, max_model_len))
-    weight_map = loaded.family.weight_map(loaded.spec)
-    held = "random"
-    if config.model.load_format == "dummy":
-        load_dummy(model, weight_map, device=device, dtype=dtype, seed=config.model.seed, progress=progress)
-    else:
-        report = load_weights(
-            model,
-            weight_map,
-            loaded.checkpoint.tensors(),
-            ctx=WeightContext(device, dtype, group.spec, config.plugins),
-            weight_formats=registry.weight_formats,
-            progress=progress,
+def _scheduler(config: ServerConfig, registry: Registry, rank: BuiltRank, tenants: Tenants) -> Scheduler:
+    """Pools and scheduler for a rank's sizes."""
+    cache, settings, binding = config.cache, config.scheduler, rank.runner.binding
+    table = PageTable(PagePool(rank.pages.num_pages, cache.page_size), enabled=cache.enable_prefix_caching)
+    rows = RowPool(rank.ctx.max_num_seqs) if binding.needs_rows else None
+    handles = itertools.count(1)
+    tier = savepoints = None
+    if cache.host_tier_gib > 0:
+        tier = HostTier(
+            TierSettings(
+                page_bytes=binding.page_bytes,
+                row_bytes=binding.row_bytes,
+                page_size=cache.page_size,
+                ram_bytes=int(cache.host_tier_gib * GIB),
+                disk_bytes=int(cache.disk_tier_gib * GIB) if cache.disk_tier_dir else 0,
+                ttl_s=cache.tier_ttl_s,
+                ram_min_tokens=cache.tier_min_tokens,
+                disk_min_tokens=cache.disk_tier_min_tokens,
+            ),
+            handles,
         )
-        loaded.checkpoint.close()
-        held = ", ".join(f"{name} x {count}" for name, count in sorted(report.linears.items()))
-    return model.eval(), held
-
-
-def _report(
-    info: ModelInfo,
-    details: tuple[tuple[str, str], ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds: float,
-) -> BootReport:
-    backends = ", ".join(f"{kind}:{name}" for kind, name in info.kv_backend.items()) or "none"
-    return BootReport(
-        (
-            ("model", f"{info.name} ({info.architecture}), {str(dtype).removeprefix('torch.')} on {device}"),
-            ("attention", backends),
-            *details,
-            ("context", f"{info.max_model_len} tokens"),
-            ("KV capacity", f"{info.kv_capacity_tokens} tokens"),
-            ("ready after", f"{seconds:.1f} s"),
+    if rows is not None and cache.savepoint_gib > 0 and cache.enable_prefix_caching:
+        budget = int(cache.savepoint_gib * GIB)
+        if budget < binding.row_bytes:
+            raise ConfigError(
+                "cache.savepoint_gib",
+                f"one savepoint takes {binding.row_bytes / GIB:.3f} GiB, more than {cache.savepoint_gib:g}",
+                f"at least {binding.row_bytes / GIB:.3f}, or 0 for no prefix cache on this model",
+            )
+        savepoints = SavepointStore(
+            row_bytes=binding.row_bytes,
+            max_bytes=budget,
+            page_size=cache.page_size,
+            grid=binding.fold_grid,
+            handles=handles,
         )
+    limits = SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_chunk=settings.max_prefill_chunk or settings.max_num_batched_tokens,
+        max_model_len=rank.pages.max_model_len,
     )
+    return Scheduler(
+        limits,
+        table,
+        rows,
+        tenants=tenants,
+        tier=tier,
+        savepoints=savepoints,
+        on_finished=registry.request_finished,
+    )
+
+
+def _jobs(config: ServerConfig, info: ModelInfo) -> JobStore | None:
+    directory = config.scheduler.jobs_dir
+    if directory is None:
+        return None
+    return JobStore(directory, f"{display_name(config.model.path)} {info.architecture} {info.vocab_size}")
+
+
+def _check_tiers(config: ServerConfig) -> None:
+    cache = config.cache
+    if cache.disk_tier_dir and not cache.host_tier_gib:
+        raise ConfigError(
+            "cache.disk_tier_dir", "the disk tier is fed by the RAM tier, which is off", "set --host-tier-gib"
+        )
+    if cache.host_tier_gib and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "cache.host_tier_gib",
+            "the tiers keep pages of the prefix cache, which is off",
+            "enable prefix caching or leave the tiers off",
+        )
+    if cache.disk_tier_dir and config.scheduler.tensor_parallel_size > 1:
+        raise ConfigError("cache.disk_tier_dir", "the disk tier serves one rank only", "use --host-tier-gib alone")
+
+
+def _info(config: ServerConfig, rank: BuiltRank) -> ModelInfo:
+    spec = rank.loaded.spec
+    return ModelInfo(
+        name=config.server.served_model_name or display_name(config.model.path),
+        architecture=spec.architecture,
+        max_model_len=rank.pages.max_model_len,
+        vocab_size=spec.dims.vocab_size,
+        default_sampling=default_sampling(rank.loaded.generation_config),
+        kv_capacity_tokens=(rank.pages.num_pages - 1) * config.cache.page_size,
+        kv_backend={kind: backend.name for kind, backend in rank.backends.items()},
+    )
+
+
+def _report(config: ServerConfig, info: ModelInfo, rank: BuiltRank, ranks: Ranks, seconds: float) -> BootReport:
+    backends = ", ".join(f"{kind}:{name}" for kind, name in info.kv_backend.items()) or "none"
+    dtype = str(rank.ctx.dtype).removeprefix("torch.")
+    rows = [
+        ("model", f"{info.name} ({info.architecture}), {dtype} on {rank.ctx.device}"),
+        ("attention", backends),
+        ("weights", rank.held),
+        *rank.pages.rows,
+        ("context", f"{info.max_model_len} tokens"),
+        ("KV capacity", f"{info.kv_capacity_tokens} tokens"),
+    ]
+    if ranks.size > 1:
+        rows.insert(1, ("ranks", f"{ranks.size}, tensor parallel"))
+    if config.cache.host_tier_gib:
+        disk = f", then {config.cache.disk_tier_gib:g} GiB in {config.cache.disk_tier_dir}"
+        ram = f"{config.cache.host_tier_gib:g} GiB of RAM"
+        rows.append(("host tier", ram + disk if config.cache.disk_tier_dir else ram))
+    rows.append(("ready after", f"{seconds:.1f} s"))
+    return BootReport(tuple(rows))

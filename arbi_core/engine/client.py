@@ -121,10 +121,14 @@ class EngineClient(Protocol):
         *,
         request_id: str,
         tenant: str = "",
-        priority: Priority = Priority.INTERACTIVE,
+        priority: Priority | None = None,
+        cache_enabled: bool = True,
         timeout_s: float | None = None,
+        job_id: str | None = None,
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Run ``sampling.n`` completions; yields deltas as steps end, the last of each completion with `finish`.
+
+        `job_id` names a job whose progress survives a restart; see `arbi_core.engine.jobs`.
 
         Closing the generator early (or cancelling the task that iterates it) cancels the request and frees its pages.
 
@@ -141,6 +145,10 @@ class EngineClient(Protocol):
 
     def health(self) -> Health:
         """Whether requests are served now."""
+        ...
+
+    async def flush_cache(self, tenant: str | None = None) -> int:
+        """Forget the prefix cache of a tenant, or of all; returns the pages freed. Running requests go on."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attrs import evolve
 
-from arbi_core.engine.messages import OutputBatch, Priority, SubmitMsg
+from arbi_core.engine.messages import FinishReason, OutputBatch, SubmitMsg
 from arbi_core.engine.outputs import CompletionOutput, RequestOutput
 from arbi_core.errors import ConfigError, RequestError
 from arbi_core.sampler.params import SamplingParams
@@ -45,6 +45,16 @@ ARGUMENTS = {
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "max_prefill_chunk": "scheduler.max_prefill_chunk",
     "executor": "scheduler.executor",
+    "tensor_parallel_size": "scheduler.tensor_parallel_size",
+    "async_output": "scheduler.async_output",
+    "host_tier_gib": "cache.host_tier_gib",
+    "disk_tier_dir": "cache.disk_tier_dir",
+    "disk_tier_gib": "cache.disk_tier_gib",
+    "disk_tier_encrypt": "cache.disk_tier_encrypt",
+    "tier_ttl_s": "cache.tier_ttl_s",
+    "tier_min_tokens": "cache.tier_min_tokens",
+    "disk_tier_min_tokens": "cache.disk_tier_min_tokens",
+    "savepoint_gib": "cache.savepoint_gib",
     "plugins": "plugins",
     "plugins_only": "plugins_policy.only",
 }
@@ -60,8 +70,10 @@ class LLM:
         **arguments: any of ``tokenizer``, ``dtype``, ``load_format``, ``max_model_len``, ``device``, ``seed``,
             ``skip_tokenizer_init``, ``kv_cache_dtype``, ``page_size``, ``num_pages``, ``gpu_memory_utilization``,
             ``cpu_kv_gib``, ``enable_prefix_caching``, ``backends``, ``max_num_seqs``, ``max_num_batched_tokens``,
-            ``max_prefill_chunk``, ``executor``, ``plugins`` (sections by plugin name), ``plugins_only``; each is the
-            setting of that name, see ``arbi serve --help``.
+            ``max_prefill_chunk``, ``executor``, ``tensor_parallel_size``, ``async_output``, ``host_tier_gib``,
+            ``disk_tier_dir``, ``disk_tier_gib``, ``disk_tier_encrypt``, ``tier_ttl_s``, ``tier_min_tokens``,
+            ``disk_tier_min_tokens``, ``savepoint_gib``, ``plugins`` (sections by plugin name), ``plugins_only``;
+            each is the setting of that name, see ``arbi serve --help``.
 
     Raises:
         ConfigError: an unknown argument or a bad value.
@@ -192,6 +204,7 @@ class LLM:
             with _Progress(len(assemblers), show=show) as bar:
                 while assemblers:
                     bar.finished(self._take(self._core.step(), assemblers))
+                    time.sleep(self._core.wait_s() if assemblers else 0.0)
         except BaseException:
             for key in assemblers:
                 self._core.cancel(key)
@@ -211,7 +224,6 @@ class LLM:
                 prompt_token_ids=tuple(ids),
                 sampling=sampling,
                 stop_token_ids=stop,
-                priority=Priority.INTERACTIVE,
                 arrival=time.monotonic(),
             ),
             bounded=False,
@@ -229,7 +241,7 @@ class LLM:
             if delta is not None:
                 result.outputs[index].add(delta)
             if assembler.stopped and end is None:
-                self._core.cancel(out.request_id)
+                self._core.cancel(out.request_id, FinishReason.STOP)
         for end in batch.finished:
             if end.request_id not in live:
                 continue

@@ -10,6 +10,8 @@ from attrs import frozen
 from arbi_core.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from arbi_core.backend.base import BackendContext
     from arbi_core.backend.binding import LayerBinding
     from arbi_core.config.tree import ServerConfig
@@ -34,11 +36,19 @@ class PagePlan:
     rows: tuple[tuple[str, str], ...]
 
 
-def plan_pages(config: ServerConfig, binding: LayerBinding, ctx: BackendContext, *, explicit_len: bool) -> PagePlan:
+def plan_pages(
+    config: ServerConfig,
+    binding: LayerBinding,
+    ctx: BackendContext,
+    *,
+    explicit_len: bool,
+    agree_min: Callable[[int], int] = int,
+) -> PagePlan:
     """Size the pool.
 
     ``cache.num_pages`` decides if set; otherwise what the device's memory setting leaves, and on the CPU no more than
-    every running request could use.
+    every running request could use. `agree_min` gives the smallest of all ranks' counts: a page id means the same page
+    on every rank.
 
     Raises:
         OutOfMemoryError: an explicitly asked context does not fit; names the one that does. A context that was only
@@ -50,6 +60,7 @@ def plan_pages(config: ServerConfig, binding: LayerBinding, ctx: BackendContext,
     else:
         useful = ctx.max_num_seqs * -(-ctx.max_model_len // size) + 1
         pages = min(useful, _budget(config, ctx, binding) // per_page)
+    pages = agree_min(pages)
     capacity = (pages - 1) * size
     if capacity < 1:
         raise OutOfMemoryError(

@@ -48,10 +48,12 @@ class SubmitMsg:
         sampling: ``n`` is expanded by the caller: the engine runs one completion per message.
         stop_token_ids: the model's end tokens merged with the request's (empty under `ignore_eos`).
         tenant: prefix-cache namespace and fairness key; ``""`` is shared by all anonymous callers.
-        priority: scheduling class.
+        adapter: name of the adapter it runs with; part of the prefix-cache namespace.
+        priority: scheduling class; None takes the tenant's.
         cache_enabled: read and write the prefix cache.
         timeout_s: seconds from arrival after which the request ends with ``timeout``; None never.
         arrival: `time.monotonic` at arrival.
+        job_id: name under which its progress survives a restart; None for requests that do not.
     """
 
     request_id: str
@@ -59,10 +61,12 @@ class SubmitMsg:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     tenant: str = ""
-    priority: Priority = Priority.INTERACTIVE
+    adapter: str = ""
+    priority: Priority | None = None
     cache_enabled: bool = True
     timeout_s: float | None = None
     arrival: float = 0.0
+    job_id: str | None = None
 
 
 @frozen
@@ -152,9 +156,19 @@ class EngineStats:
         prompt_tokens: prompt tokens computed since start.
         generated_tokens: tokens generated since start.
         cached_tokens: prompt tokens taken from the prefix cache since start.
+        resumed_tokens: tokens of preempted requests that were brought back instead of being computed again.
         preemptions: since start.
+        prefix_waits: times that a request waited a step for a prefix that another was computing.
+        quota_waits: times that a request waited a step for its tenant's quota.
+        evictions: cached pages that had to go.
         steps: since start.
         finished: ended requests by reason.
+        pages_cached: cached pages that nobody holds.
+        tier_ram_bytes, tier_disk_bytes: what the host tier keeps, on one rank.
+        tier_saved, tier_restored: pages that went to the host and came back since start.
+        tier_disk_error: why the disk tier is off, if it failed.
+        savepoints, savepoint_bytes: saved recurrent states, on one rank.
+        savepoint_hits, savepoint_misses: prefix hits that found a saved state, or none.
     """
 
     waiting: int = 0
@@ -165,6 +179,20 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    resumed_tokens: int = 0
     preemptions: int = 0
+    prefix_waits: int = 0
+    quota_waits: int = 0
+    evictions: int = 0
     steps: int = 0
     finished: dict[str, int] = field(factory=dict)
+    pages_cached: int = 0
+    tier_ram_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_saved: int = 0
+    tier_restored: int = 0
+    tier_disk_error: str = ""
+    savepoints: int = 0
+    savepoint_bytes: int = 0
+    savepoint_hits: int = 0
+    savepoint_misses: int = 0

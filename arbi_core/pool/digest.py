@@ -11,10 +11,10 @@ __all__ = ["namespace_seed", "pack_tokens", "page_digest"]
 _MASK = (1 << 64) - 1
 
 
-def namespace_seed(namespace: str) -> bytes:
-    """Root of a namespace's chains, 32 bytes."""
-    raw = namespace.encode()
-    return hashlib.sha256(b"arbi/ns" + len(raw).to_bytes(8, "little") + raw).digest()
+def namespace_seed(tenant: str, adapter: str = "") -> bytes:
+    """Root of a namespace's chains, 32 bytes. Both names are length-prefixed, so that no pair reads as another."""
+    parts = b"".join(len(raw).to_bytes(8, "little") + raw for raw in (tenant.encode(), adapter.encode()))
+    return hashlib.sha256(b"arbi/ns" + parts).digest()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

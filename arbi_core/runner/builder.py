@@ -4,35 +4,67 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from attrs import frozen
 
 from arbi_core.runner.batch import ForwardBatch
-from arbi_core.runner.rows import Row, RowTable
-from arbi_core.scheduler.plan import PlanRow
+from arbi_core.runner.rows import RowTable
+from arbi_core.scheduler.plan import StepPlan
 
-__all__ = ["BatchBuilder"]
+__all__ = ["BatchBuilder", "BuiltStep"]
 
 
 class _Buffer:
-    """A host array and its device tensor at stable addresses; on the CPU they share memory."""
+    """A host array and its device tensor at stable addresses; on the CPU they share memory.
+
+    On a GPU a step may still be read from the host array while the next is built, so there are as many host arrays as
+    steps may be on the way, used in turn.
+    """
+
+    DEPTH = 3
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._shared = device.type == "cpu"
-        host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.host: np.ndarray = host.numpy()
-        self._host = host
-        self._device = host if self._shared else torch.zeros(shape, dtype=dtype, device=device)
+        count = 1 if self._shared else self.DEPTH
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=not self._shared) for _ in range(count)]
+        self._arrays = [h.numpy() for h in self._hosts]
+        self._turn = 0
+        self.device = self._hosts[0] if self._shared else torch.zeros(shape, dtype=dtype, device=device)
 
-    def upload(self, n: int, width: int | None = None) -> torch.Tensor:
-        """Copy the first `n` entries (and `width` columns) to the device and return the view."""
-        index = (slice(0, n),) if width is None else (slice(0, n), slice(0, width))
-        view = self._device[index]
-        if not self._shared:
-            view.copy_(self._host[index], non_blocking=True)
-        return view
+    @property
+    def host(self) -> np.ndarray:
+        """The host array of the step being built."""
+        return self._arrays[self._turn]
+
+    def advance(self) -> None:
+        """Begin another step."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+
+    def upload(self, end: int, width: int | None = None, start: int = 0) -> torch.Tensor:
+        """Copy entries ``start..end`` (and `width` columns) to the device; returns the view of the first `end`."""
+        rows = slice(start, end)
+        index = (rows,) if width is None else (rows, slice(0, width))
+        if not self._shared and end > start:
+            self.device[index].copy_(self._hosts[self._turn][index], non_blocking=True)
+        return self.device[:end] if width is None else self.device[:end, :width]
+
+
+@frozen(eq=False)
+class BuiltStep:
+    """A batch and where its draws belong.
+
+    Attributes:
+        batch: the step for the device.
+        draw_slots: ``(R,)`` int64 slots of the drawing rows, on the host.
+        draw_slots_device: the same on the device.
+    """
+
+    batch: ForwardBatch
+    draw_slots: np.ndarray
+    draw_slots_device: torch.Tensor
 
 
 class BatchBuilder:
-    """Turns plan rows into device tensors; decode rows by vectorised indexing, prefill chunks one by one.
+    """Turns plans into device tensors, by array operations over the row table.
 
     Args:
         table: the runner's rows.
@@ -54,13 +86,23 @@ class BatchBuilder:
         self._lens = _Buffer((max_num_seqs,), torch.int32, device)
         self._state_rows = _Buffer((max_num_seqs,), torch.int64, device)
         self._logit_rows = _Buffer((max_num_seqs,), torch.int64, device)
+        self._decode = _Buffer((max_num_seqs,), torch.int64, device)
+        self._draws = _Buffer((max_num_seqs,), torch.int64, device)
         self._blocks = _Buffer((max_num_seqs, table.block_table.shape[1]), torch.int32, device)
+        self._all = [v for v in vars(self).values() if isinstance(v, _Buffer)]
 
-    def build(self, plan_rows: tuple[PlanRow, ...], rows: list[Row]) -> ForwardBatch:
+    def build(self, plan: StepPlan) -> BuiltStep:
         """Return the step's batch; its tensors are valid until the next call."""
-        table, size, count = self._table, self._page_size, len(rows)
-        slots = np.fromiter((r.slot for r in rows), dtype=np.int64, count=count)
-        lens = np.fromiter((p.num_tokens for p in plan_rows), dtype=np.int64, count=count)
+        for buffer in self._all:
+            buffer.advance()
+        table, size = self._table, self._page_size
+        decoding, chunks = len(plan.decode), plan.chunks
+        slots = plan.decode
+        if chunks:
+            slots = np.concatenate((slots, [c.slot for c in chunks]))
+        count = len(slots)
+        lens = np.ones(count, dtype=np.int64)
+        lens[decoding:] = [c.num_tokens for c in chunks]
         start = table.computed[slots]
         ends = start + lens
         cu = self._cu.host[: count + 1]
@@ -69,20 +111,23 @@ class BatchBuilder:
         self._lens.host[:count] = ends
         self._state_rows.host[:count] = table.state_row[slots]
 
-        row_of = np.repeat(np.arange(count), lens)
+        row_of = np.repeat(np.arange(count), lens) if chunks else np.arange(count)
         positions = np.arange(total) - cu[row_of] + start[row_of]
         self._positions.host[:total] = positions
         pages = table.block_table[slots[row_of], positions // size]
         self._slots.host[:total] = pages.astype(np.int64) * size + positions % size
-        self._fill_ids(plan_rows, rows, slots, lens, cu)
+        ids = self._fill_ids(plan, cu, total)
 
         width = max(1, -(-int(ends.max()) // size))
         self._blocks.host[:count, :width] = table.block_table[slots, :width]
-        samples = np.fromiter((p.samples for p in plan_rows), dtype=bool, count=count)
-        logit_rows = (cu[1:] - 1)[samples]
+        draws = np.ones(count, dtype=bool)
+        draws[decoding:] = [c.samples for c in chunks]
+        logit_rows = (cu[1:] - 1)[draws]
         self._logit_rows.host[: len(logit_rows)] = logit_rows
-        return ForwardBatch(
-            input_ids=self._ids.upload(total),
+        draw_slots = slots[draws]
+        self._draws.host[: len(draw_slots)] = draw_slots
+        batch = ForwardBatch(
+            input_ids=ids,
             positions=self._positions.upload(total),
             cu_seqlens_q=self._cu.upload(count + 1),
             seq_lens=self._lens.upload(count),
@@ -100,23 +145,17 @@ class BatchBuilder:
             max_seq_len=int(ends.max()),
             is_decode=total == count,
         )
+        table.computed[slots] = ends
+        return BuiltStep(batch, draw_slots, self._draws.upload(len(draw_slots)))
 
-    def _fill_ids(
-        self,
-        plan_rows: tuple[PlanRow, ...],
-        rows: list[Row],
-        slots: np.ndarray,
-        lens: np.ndarray,
-        cu: np.ndarray,
-    ) -> None:
-        """Decode rows take their last token in one gather; a chunk is copied from its row."""
-        ids = self._ids.host
-        single = lens == 1
-        ids[cu[:-1][single]] = self._table.last_token[slots[single]]
-        for i in np.flatnonzero(~single):
-            row, n = rows[i], plan_rows[i].num_tokens
-            ids[cu[i] : cu[i] + n] = row.tokens[row.computed : row.computed + n]
-        for i in np.flatnonzero(single):
-            row = rows[i]
-            if row.computed + 1 < row.length:
-                ids[cu[i]] = row.tokens[row.computed]
+    def _fill_ids(self, plan: StepPlan, cu: np.ndarray, total: int) -> torch.Tensor:
+        """Decode rows take their newest token on the device; chunks are copied from what the host knows."""
+        decoding = len(plan.decode)
+        for i, chunk in enumerate(plan.chunks, start=decoding):
+            first = int(self._table.computed[chunk.slot])
+            self._ids.host[cu[i] : cu[i + 1]] = self._table.row(chunk.slot).tokens[first : first + chunk.num_tokens]
+        ids = self._ids.upload(total, start=decoding)
+        if decoding:
+            self._decode.host[:decoding] = plan.decode
+            torch.index_select(self._table.last_token, 0, self._decode.upload(decoding), out=ids[:decoding])
+        return ids

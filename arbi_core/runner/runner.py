@@ -1,23 +1,43 @@
-"""Executes one step: build the batch, run the model, draw the tokens."""
+"""Executes steps: build the batch, run the model, draw the tokens, feed them back on the device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from arbi_core.runner.builder import BatchBuilder
 from arbi_core.runner.rows import RowTable
-from arbi_core.sampler.sampler import Sampler
+from arbi_core.runner.transfers import Transfers
+from arbi_core.sampler.sampler import Sampler, SamplerOutput, SamplerRow
 from arbi_core.scheduler.plan import StepOutput, StepPlan
 
 if TYPE_CHECKING:
     from arbi_core.backend.base import BackendContext
     from arbi_core.backend.binding import LayerBinding
-    from arbi_core.engine.messages import TokenLogprobs
     from arbi_core.model.base import Model
+    from arbi_core.runner.host_store import HostStore
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "PendingStep"]
+
+
+class PendingStep:
+    """A step that the device has been given; `result` waits for what it drew."""
+
+    def __init__(self, transfers: Transfers, sampled: SamplerOutput | None, rows: list[SamplerRow]) -> None:
+        self._transfers = transfers
+        self._sampled = sampled
+        self._rows = rows
+
+    def result(self) -> StepOutput:
+        """The step's output. Call it once, in the order of dispatch."""
+        ended = self._transfers.poll()
+        if self._sampled is None:
+            return StepOutput(transfers=ended)
+        drawn = self._sampled.to_host()
+        for row, token in zip(self._rows, drawn.token_ids.tolist(), strict=True):
+            row.output_token_ids.append(token)
+        return StepOutput(drawn.token_ids, drawn.logprobs, drawn.errors, ended)
 
 
 class ModelRunner:
@@ -28,45 +48,52 @@ class ModelRunner:
         binding: its layers bound to backends, state allocated.
         sampler: draws the tokens.
         ctx: sizes and device.
+        store: keeps bytes on the host, where tiers or savepoints are on.
     """
 
-    def __init__(self, model: Model, binding: LayerBinding, sampler: Sampler, ctx: BackendContext) -> None:
+    def __init__(
+        self,
+        model: Model,
+        binding: LayerBinding,
+        sampler: Sampler,
+        ctx: BackendContext,
+        store: HostStore | None = None,
+    ) -> None:
         self.model = model
         self.binding = binding
         self.sampler = sampler
-        max_pages = -(-ctx.max_model_len // ctx.page_size)
-        self._rows = RowTable(ctx.max_num_seqs, max_pages)
+        max_pages = -(-ctx.max_model_len // ctx.page_size) + 1
+        self._rows = RowTable(ctx.max_num_seqs, max_pages, ctx.device)
         self._builder = BatchBuilder(self._rows, ctx.max_num_seqs, ctx.max_num_tokens, ctx.page_size, ctx.device)
+        self._transfers = Transfers(binding, store)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step. After an exception the caller must drop the plan's requests in the next plan."""
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Give the device one step. After an exception the caller must drop the plan's requests in the next plan."""
         table = self._rows
+        self._transfers.run(plan.transfers)
         table.apply(plan)
-        if not plan.rows:
-            return StepOutput({})
-        fresh = [a.state_row for a in plan.admitted if a.state_row]
-        if fresh:
-            self.binding.zero_rows(fresh)
-        rows = [table.rows[p.request_id] for p in plan.rows]
-        batch = self._builder.build(plan.rows, rows)
+        if not plan.num_rows:
+            return PendingStep(self._transfers, None, [])
+        step = self._builder.build(plan)
+        batch = step.batch
         self.binding.begin_step(batch)
         hidden = self.model.forward(batch, self.binding.calls)
-
-        drawing = [(p.request_id, r) for p, r in zip(plan.rows, rows, strict=True) if p.samples]
-        if not drawing:
-            for planned, row in zip(plan.rows, rows, strict=True):
-                table.advance(row, planned.num_tokens, None)
-            return StepOutput({})
-        if len(drawing) < batch.num_tokens:
+        if plan.snapshots:
+            self._transfers.run(plan.snapshots)
+        if not plan.num_draws:
+            return PendingStep(self._transfers, None, [])
+        if plan.num_draws < batch.num_tokens:
             hidden = hidden.index_select(0, batch.logit_rows)
         logits = self.model.compute_logits(hidden)
-        sampled = self.sampler.sample(logits, [row.sampler for _, row in drawing])
-        drawn = dict(zip((rid for rid, _ in drawing), cast("list[int]", sampled.token_ids.tolist()), strict=True))
-        for planned, row in zip(plan.rows, rows, strict=True):
-            table.advance(row, planned.num_tokens, drawn.get(planned.request_id))
-        logprobs: dict[str, TokenLogprobs] = {
-            rid: entry for (rid, _), entry in zip(drawing, sampled.logprobs, strict=True) if entry is not None
-        }
-        errors = {rid: error for (rid, _), error in zip(drawing, sampled.errors, strict=True) if error is not None}
-        return StepOutput(drawn, logprobs, errors)
+        rows = [table.row(slot).sampler for slot in step.draw_slots.tolist()]
+        sampled = self.sampler.sample(logits, rows)
+        table.last_token.index_copy_(0, step.draw_slots_device, sampled.token_ids)
+        for row in rows:
+            row.position += 1
+        return PendingStep(self._transfers, sampled, rows)
+
+    def close(self) -> None:
+        """Release the state of all rows and what the host keeps. Idempotent."""
+        self._transfers.close()
+        self.binding.release()

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from attrs import define, field, frozen
 
 from arbi_core.engine.messages import TokenLogprobs
 from arbi_core.sampler.filters import candidates, min_p_mask
-from arbi_core.sampler.logprobs import token_logprobs
+from arbi_core.sampler.host_copy import HostCopy
+from arbi_core.sampler.logprobs import entries, score_tokens
 from arbi_core.sampler.noise import draw, row_uniform
 from arbi_core.sampler.params import SamplingParams
 from arbi_core.sampler.penalties import TokenCounts, has_penalties
@@ -22,7 +24,7 @@ from arbi_core.sampler.penalties import TokenCounts, has_penalties
 if TYPE_CHECKING:
     from arbi_core.offers import LogitsProcessor
 
-__all__ = ["Sampler", "SamplerOutput", "SamplerRow"]
+__all__ = ["HostDraws", "Sampler", "SamplerOutput", "SamplerRow"]
 
 
 @define(eq=False)
@@ -32,9 +34,10 @@ class SamplerRow:
     Attributes:
         params: how to draw.
         prompt_token_ids: its prompt.
-        output_token_ids: what was drawn so far; its owner appends.
+        output_token_ids: what was drawn so far and is known on the host; its owner appends. May lag behind `position`.
         base_seed: seed of all its draws.
         stop_token_ids: ids that ``min_tokens`` holds back.
+        position: how many tokens were drawn so far, on the way to the host or there; its owner counts.
     """
 
     params: SamplingParams
@@ -44,9 +47,11 @@ class SamplerRow:
     stop_token_ids: frozenset[int] = frozenset()
     counts: TokenCounts | None = field(default=None, init=False)
     edits: bool = field(init=False)
+    position: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         p = self.params
+        self.position = len(self.output_token_ids)
         self.edits = bool(has_penalties(p) or p.logit_bias or p.logits_processors or p.min_tokens)
 
     @property
@@ -56,18 +61,43 @@ class SamplerRow:
 
 
 @frozen
-class SamplerOutput:
-    """What was drawn.
+class HostDraws:
+    """What was drawn, on the host.
 
     Attributes:
         token_ids: ``(R,)`` int64.
-        logprobs: one entry per row; None where the row did not ask.
-        errors: one entry per row; the reason where nothing could be drawn (the row's token is then meaningless).
+        logprobs: by row, where asked for.
+        errors: by row: why nothing could be drawn (the row's token is then meaningless).
+    """
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    errors: dict[int, str]
+
+
+@define(eq=False)
+class SamplerOutput:
+    """What was drawn, on the device; on its way to the host.
+
+    Attributes:
+        token_ids: ``(R,)`` int64 on the device.
     """
 
     token_ids: torch.Tensor
-    logprobs: tuple[TokenLogprobs | None, ...]
-    errors: tuple[str | None, ...]
+    _copy: HostCopy
+    _scored: list[int]
+    _counts: tuple[int, ...]
+
+    def to_host(self) -> HostDraws:
+        """Wait for the copies and read them."""
+        ids, best, *scores = self._copy.wait()
+        tokens = ids.numpy()
+        errors = _errors(best)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._scored:
+            found = entries([int(tokens[i]) for i in self._scored], scores, self._counts)
+            logprobs = {i: entry for i, entry in zip(self._scored, found, strict=True) if i not in errors}
+        return HostDraws(tokens, logprobs, errors)
 
 
 class Sampler:
@@ -81,21 +111,22 @@ class Sampler:
         self._processors = processors or {}
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
-        """Draw one token per row of ``(R, V)`` float32 logits, which stay as they are."""
+        """Draw one token per row of ``(R, V)`` float32 logits, which stay as they are.
+
+        Does not wait for the device, except for rows that are edited by processors which do.
+        """
         edited = self._edit(logits, rows)
         best, tokens = edited.max(dim=-1)
         drawn = [i for i, r in enumerate(rows) if not r.params.greedy]
         if drawn:
             tokens = self._draw(edited, rows, drawn, tokens)
-        errors = _errors(best)
-        asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None and errors[i] is None]
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
+        counts = tuple(rows[i].params.logprobs or 0 for i in asked)
+        scores: tuple[torch.Tensor, ...] = ()
         if asked:
             index = torch.tensor(asked, device=logits.device)
-            counts = [rows[i].params.logprobs or 0 for i in asked]
-            for i, entry in zip(asked, token_logprobs(logits[index], tokens[index], counts), strict=True):
-                logprobs[i] = entry
-        return SamplerOutput(tokens, tuple(logprobs), tuple(errors))
+            scores = score_tokens(logits[index], tokens[index], counts).tensors
+        return SamplerOutput(tokens, HostCopy((tokens, best, *scores)), asked, counts)
 
     # -- edits ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +150,7 @@ class Sampler:
         self._process(logits, rows, active)
         for i in active:
             row = rows[i]
-            if row.stop_token_ids and len(row.output_token_ids) < row.params.min_tokens:
+            if row.stop_token_ids and row.position < row.params.min_tokens:
                 logits[i, torch.tensor(sorted(row.stop_token_ids), device=logits.device)] = -torch.inf
         return logits
 
@@ -159,23 +190,21 @@ class Sampler:
         device = logits.device
         chosen = logits if len(which) == logits.shape[0] else logits[torch.tensor(which, device=device)]
         temperature = torch.tensor([rows[i].params.temperature for i in which], device=device).unsqueeze(-1)
-        uniforms = [row_uniform(rows[i].base_seed, len(rows[i].output_token_ids)) for i in which]
+        uniforms = [row_uniform(rows[i].base_seed, rows[i].position) for i in which]
         scaled = (chosen - chosen.amax(-1, keepdim=True)) / temperature
         return scaled, torch.tensor(uniforms, dtype=torch.float64, device=device)
 
 
-def _errors(best: torch.Tensor) -> list[str | None]:
+def _errors(best: torch.Tensor) -> dict[int, str]:
     """Rows whose best logit is no number have no distribution to draw from."""
     if bool(best.isfinite().all()):
-        return [None] * len(best)
-    reasons: list[str | None] = []
-    for value in best.tolist():
+        return {}
+    reasons: dict[int, str] = {}
+    for i, value in enumerate(best.tolist()):
         if value != value:  # NaN is the one value that differs from itself
-            reasons.append("the model produced a NaN in the logits of this request")
+            reasons[i] = "the model produced a NaN in the logits of this request"
         elif value == float("-inf"):
-            reasons.append("every token is masked: the logit bias and processors of this request leave nothing to draw")
+            reasons[i] = "every token is masked: the logit bias and processors of this request leave nothing to draw"
         elif value == float("inf"):
-            reasons.append("the model produced an infinite logit for this request")
-        else:
-            reasons.append(None)
+            reasons[i] = "the model produced an infinite logit for this request"
     return reasons

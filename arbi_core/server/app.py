@@ -16,7 +16,7 @@ from arbi_core.errors import ArbiError, PluginConflictError
 from arbi_core.server import errors
 from arbi_core.server.metrics import Metrics
 from arbi_core.server.middleware import RequestIdMiddleware
-from arbi_core.server.routes import info
+from arbi_core.server.routes import admin, info
 from arbi_core.server.routes.chat import chat_completions
 from arbi_core.server.routes.completions import completions
 
@@ -46,6 +46,7 @@ def create_app(
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/admin/cache/flush", admin.flush_cache, methods=["POST"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),

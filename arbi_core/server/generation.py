@@ -24,11 +24,14 @@ __all__ = [
     "collect",
     "merge",
     "run_unless_hung_up",
+    "tenant_of",
     "tokenizer_of",
     "usage",
 ]
 
 T = TypeVar("T")
+
+MAX_TENANT = 256
 
 
 @define(eq=False)
@@ -68,6 +71,20 @@ def end_error(finish: Finish) -> ArbiError:
     if finish.reason is FinishReason.CANCELLED:
         return RequestError("the request was cancelled: the server is shutting down", code="cancelled", status=503)
     return EngineFailedError(finish.detail or "the engine failed on this request")
+
+
+def tenant_of(request: Request) -> str:
+    """On whose behalf a request runs: ``X-Cache-Tenant``, or nobody's in particular.
+
+    Raises:
+        RequestError: the header is too long or not printable ASCII.
+    """
+    tenant = request.headers.get("x-cache-tenant", "")
+    if len(tenant) > MAX_TENANT or not (tenant.isascii() and tenant.isprintable()):
+        raise RequestError(
+            f"X-Cache-Tenant must be printable ASCII of at most {MAX_TENANT} characters", param="X-Cache-Tenant"
+        )
+    return tenant
 
 
 def check_model(engine: EngineClient, name: str) -> None:

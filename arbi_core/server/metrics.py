@@ -40,6 +40,12 @@ class Metrics(Collector):
             ("arbi:kv_pages", "Pages of the KV pool.", s.pages_total),
             ("arbi:kv_pages_free", "Pages that are free or evictable.", s.pages_free),
             ("arbi:kv_page_tokens", "Tokens per page.", s.page_size),
+            ("arbi:kv_pages_cached", "Cached pages that no running request uses.", s.pages_cached),
+            ("arbi:tier_ram_bytes", "Bytes kept in the RAM tier of one rank.", s.tier_ram_bytes),
+            ("arbi:tier_disk_bytes", "Bytes kept in the disk tier.", s.tier_disk_bytes),
+            ("arbi:tier_disk_failed", "1 if the disk tier is switched off by an error.", int(bool(s.tier_disk_error))),
+            ("arbi:savepoints", "Saved recurrent states.", s.savepoints),
+            ("arbi:savepoint_bytes", "Bytes of saved recurrent states of one rank.", s.savepoint_bytes),
         ):
             yield GaugeMetricFamily(name, text, value)
         for name, text, value in (
@@ -47,6 +53,14 @@ class Metrics(Collector):
             ("arbi:generated_tokens", "Tokens generated.", s.generated_tokens),
             ("arbi:cached_tokens", "Prompt tokens taken from the prefix cache.", s.cached_tokens),
             ("arbi:preemptions", "Requests that lost their pages for a while.", s.preemptions),
+            ("arbi:resumed_tokens", "Tokens of preempted requests brought back from the host.", s.resumed_tokens),
+            ("arbi:evictions", "Cached pages that had to go.", s.evictions),
+            ("arbi:prefix_waits", "Steps that requests waited for a prefix being computed.", s.prefix_waits),
+            ("arbi:quota_waits", "Steps that requests waited for their tenant's quota.", s.quota_waits),
+            ("arbi:tier_saved_pages", "Pages that went to the host tiers.", s.tier_saved),
+            ("arbi:tier_restored_pages", "Pages that came back from the host tiers.", s.tier_restored),
+            ("arbi:savepoint_hits", "Prefix hits that found a saved recurrent state.", s.savepoint_hits),
+            ("arbi:savepoint_misses", "Prefix hits that found none.", s.savepoint_misses),
             ("arbi:steps", "Engine steps.", s.steps),
         ):
             yield CounterMetricFamily(name, text, value)

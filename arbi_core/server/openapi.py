@@ -12,12 +12,23 @@ __all__ = ["build_openapi"]
 
 ERRORS = {
     "400": "The request cannot be served as written.",
+    "403": "Not for this caller.",
     "404": "The model is not served here.",
     "408": "The request's timeout passed.",
+    "409": "The job runs already, or was begun with another request.",
     "413": "The body is too large.",
     "429": "The queue is full; Retry-After says when to try again.",
     "500": "The server failed on this request.",
     "503": "The server is shutting down.",
+}
+
+
+_TENANT_HEADER = {
+    "name": "X-Cache-Tenant",
+    "in": "header",
+    "required": False,
+    "description": "Whose prefix cache and limits apply.",
+    "schema": {"type": "string", "maxLength": 256},
 }
 
 
@@ -33,6 +44,7 @@ def build_openapi() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generation("Answer a conversation", "ChatRequest")},
             "/v1/completions": {"post": _generation("Complete a prompt", "CompletionRequest")},
+            "/v1/admin/cache/flush": {"post": _flush()},
             "/v1/models": {"get": _get("The served models")},
             "/v1/models/{name}": {
                 "get": {
@@ -81,9 +93,16 @@ def _generation(summary: str, schema: str) -> dict[str, Any]:
                 "description": "The answer; server-sent events under stream: true.",
                 "content": {"application/json": {}, "text/event-stream": {}},
             },
-            **{code: _error(code) for code in ERRORS},
+            **{code: _error(code) for code in ERRORS if code != "403"},
         },
+        "parameters": [_TENANT_HEADER],
     }
+
+
+def _flush() -> dict[str, Any]:
+    tenant = {"name": "tenant", "in": "query", "required": False, "schema": {"type": "string"}}
+    summary = "Forget the prefix cache of one tenant, or of all; answers callers on the server's own machine only"
+    return {**_get(summary, "400", "403", "503"), "parameters": [tenant]}
 
 
 def _get(summary: str, *errors: str, content: str = "application/json") -> dict[str, Any]:

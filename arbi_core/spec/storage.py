@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import ge
 
 __all__ = ["DTYPE_BYTES", "StorageSpec", "TensorSpec"]
 
@@ -43,10 +44,18 @@ class TensorSpec:
 
 @frozen
 class StorageSpec:
-    """State of one layer: tensors per page (shared by tokens) and tensors per row (one row per running request)."""
+    """State of one layer.
+
+    Attributes:
+        pages: tensors per page, shared by the tokens in it.
+        rows: tensors per running request.
+        fold_grid: for rows: a prefill cut at multiples of this many tokens leaves the same bits as one that was not
+            cut; savepoints are taken there only.
+    """
 
     pages: tuple[TensorSpec, ...] = ()
     rows: tuple[TensorSpec, ...] = ()
+    fold_grid: int = field(default=1, validator=ge(1))
 
     @property
     def page_bytes(self) -> int:

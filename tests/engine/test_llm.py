@@ -109,7 +109,7 @@ def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm, prompt, 
 
 
 def test_nan_ends_one_request_and_spares_the_others(llm):
-    runner = llm._built.core._executor._runner
+    runner = llm._built.core._executor
     compute = runner.model.compute_logits
 
     def poisoned(hidden):

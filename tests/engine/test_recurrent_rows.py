@@ -129,7 +129,7 @@ def run(path, prompts, **settings):
     while core.has_work:
         for out in core.step().tokens:
             texts[out.request_id] += out.token_ids
-    weights = core._executor._runner.model
+    weights = core._executor.model
     preemptions = core.stats().preemptions
     result = list(texts.values()), weights.embed.weight.clone(), weights.head.weight.clone(), preemptions
     core.close()

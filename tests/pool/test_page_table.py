@@ -2,7 +2,7 @@
 
 import pytest
 
-from arbi_core.pool import PagePool, PageTable, PoolExhausted
+from arbi_core.pool import Namespace, PagePool, PageTable, PoolExhausted
 
 SIZE = 2
 
@@ -52,9 +52,9 @@ def test_pages_beyond_the_written_length_are_not_committed():
 
 def test_namespaces_share_nothing():
     t = table()
-    run_to(t, "a", [1, 2, 3, 4], namespace="x")
-    assert t.add("b", [1, 2, 3, 4], namespace="y") == 0
-    assert t.add("c", [1, 2, 3, 4], namespace="x") == 4
+    run_to(t, "a", [1, 2, 3, 4], namespace=Namespace("x"))
+    assert t.add("b", [1, 2, 3, 4], namespace=Namespace("y")) == 0
+    assert t.add("c", [1, 2, 3, 4], namespace=Namespace("x")) == 4
 
 
 def test_request_with_caching_off_neither_reads_nor_writes():
@@ -88,7 +88,7 @@ def test_eviction_takes_leaves_least_recently_used_first():
     t.release("old")
     run_to(t, "new", [7, 8])
     t.release("new")
-    t.add("big", range(50, 56), namespace="z")
+    t.add("big", range(50, 56), namespace=Namespace("z"))
     t.extend("big", 4)
     assert t.peek([1, 2, 3, 4]) == 2, "the leaf went before its parent, and before the newer page"
     assert t.peek([7, 8]) == 2
@@ -220,7 +220,7 @@ def test_offers_for_eviction_do_not_pile_up_without_pressure():
 def test_short_lived_namespaces_leave_nothing_behind():
     t = table(pages=3)
     for i in range(20):
-        run_to(t, "a", [1, 2], namespace=f"n{i}")
+        run_to(t, "a", [1, 2], namespace=Namespace(f"n{i}"))
         t.release("a")
         t.check()
     t.flush()
@@ -242,11 +242,11 @@ def test_flushed_request_commits_nothing_more():
 def test_flush_of_one_namespace_leaves_the_others():
     t = table()
     for ns in "xy":
-        run_to(t, ns, [1, 2], namespace=ns)
+        run_to(t, ns, [1, 2], namespace=Namespace(ns))
         t.release(ns)
     assert t.flush("x") == 1
     assert t.flush("nobody") == 0
-    assert t.peek([1, 2], "y") == 2
+    assert t.peek([1, 2], Namespace("y")) == 2
 
 
 def test_disabled_table_shares_nothing():

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from arbi_core.pool import PagePool, PageTable, PoolExhausted
+from arbi_core.pool import Namespace, PagePool, PageTable, PoolExhausted
 
-NAMESPACES = ["", "x", "x:adapter"]
+NAMESPACES = [Namespace(), Namespace("x"), Namespace("x", "adapter")]
 TEXTS = [[0] * 12, [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [-1, 0] * 6]
 PROMPTS = st.builds(lambda text, n: TEXTS[text][:n], st.integers(0, 2), st.integers(1, 12))
 
@@ -169,14 +169,14 @@ class PageTableMachine(RuleBasedStateMachine):
             node.refs -= 1
             node.used = self.clock
 
-    @rule(namespace=st.sampled_from([*NAMESPACES, None]))
-    def flush(self, namespace):
-        gone = [n for n in self.cached.values() if namespace in (None, n.namespace)]
-        assert self.table.flush(namespace) == sum(n.refs == 0 for n in gone)
+    @rule(tenant=st.sampled_from(["", "x", None]))
+    def flush(self, tenant):
+        gone = [n for n in self.cached.values() if tenant in (None, n.namespace.tenant)]
+        assert self.table.flush(tenant) == sum(n.refs == 0 for n in gone)
         for node in gone:
             del self.cached[node.namespace, node.prefix]
         for request in self.live.values():
-            request.cache &= namespace not in (None, request.namespace)
+            request.cache &= tenant not in (None, request.namespace.tenant)
 
     @rule(tokens=PROMPTS, namespace=st.sampled_from(NAMESPACES))
     def peek(self, tokens, namespace):

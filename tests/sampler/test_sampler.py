@@ -23,7 +23,7 @@ def row(seed=1, prompt=(), output=(), stop=(), **params):
 
 
 def draw(logits, rows, processors=None):
-    return Sampler(processors).sample(logits, rows)
+    return Sampler(processors).sample(logits, rows).to_host()
 
 
 def random_logits(rows, seed=0, scale=2.0):
@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution(params):
     hits = np.zeros(V)
     for start in range(0, count, batch):
         rows = [row(seed=start + i, **params) for i in range(batch)]
-        np.add.at(hits, draw(logits.expand(batch, V), rows).token_ids.numpy(), 1)
+        np.add.at(hits, draw(logits.expand(batch, V), rows).token_ids, 1)
     assert hits[expected == 0].sum() == 0
     usable = expected >= 5
     chi2 = ((hits[usable] - expected[usable]) ** 2 / expected[usable]).sum()
@@ -233,7 +233,7 @@ def test_logprobs_come_from_the_raw_logits():
     out = draw(logits, rows)
     expected = torch.log_softmax(logits[0].double(), -1)
     entry = out.logprobs[0]
-    assert out.logprobs[1] is None
+    assert set(out.logprobs) == {0}
     assert entry.token_id == 7
     assert entry.logprob == pytest.approx(expected[7].item(), abs=1e-5)
     assert entry.rank == 1 + int((logits[0] > logits[0, 7]).sum())
@@ -251,8 +251,7 @@ def test_bad_logits_end_that_row_alone(value, reason):
         logits[1, 5] = value
     for temperature in (0, 1.0):
         out = draw(logits, [row(temperature=temperature) for _ in range(3)])
-        assert out.errors[0] is None
-        assert out.errors[2] is None
+        assert set(out.errors) == {1}
         assert reason in out.errors[1]
 
 
@@ -260,7 +259,7 @@ def test_bad_logits_end_that_row_alone(value, reason):
 def test_extreme_temperatures_draw_a_token(temperature):
     logits = random_logits(1, 4, scale=30)
     out = draw(logits, [row(temperature=temperature)])
-    assert out.errors == (None,)
+    assert not out.errors
     if temperature < 1e-2:
         assert out.token_ids.item() == logits.argmax().item()
 

@@ -1,4 +1,4 @@
-"""The scheduler with a fake runner: tokens come from a rule, so that outputs can be checked without a model."""
+"""The scheduler over toy ranks: tokens come from a rule, so that outputs can be checked without a model."""
 
 import random
 
@@ -6,102 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbi_core.engine.messages import FinishReason, Priority, SubmitMsg
-from arbi_core.pool import PagePool, PageTable, RowPool
-from arbi_core.sampler.params import SamplingParams
-from arbi_core.scheduler import Request, Scheduler, SchedulerLimits, StepOutput
-
-
-def next_token(ids):
-    """Deterministic model: the next token depends on everything before it."""
-    return (sum((i + 1) * t for i, t in enumerate(ids)) * 31 + len(ids)) % 97 + 3
-
-
-class World:
-    """A scheduler and a runner that keeps its own copy of every row, as the real one does."""
-
-    def __init__(self, pages=17, size=4, seqs=4, budget=16, chunk=None, rows=None, cache=True, max_len=64):
-        self.table = PageTable(PagePool(pages, size), enabled=cache)
-        self.records = []
-        self.rows = RowPool(rows) if rows else None
-        limits = SchedulerLimits(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, max_prefill_chunk=chunk or budget, max_model_len=max_len
-        )
-        self.scheduler = Scheduler(limits, self.table, self.rows, self.records.append)
-        self.limits = limits
-        self.size = size
-        self.mirror = {}
-        self.pages_written = {}
-        self.outputs = {}
-        self.ends = {}
-        self.now = 0.0
-        self.plans = []
-
-    def add(self, name, prompt, max_tokens=5, **options):
-        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=options.pop("min_tokens", 0))
-        self.now += 1e-6
-        msg = SubmitMsg(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, arrival=self.now, **options)
-        self.scheduler.add(Request(msg, base_seed=0))
-        self.outputs[name] = []
-
-    def step(self):
-        self.now += 0.001
-        plan = self.scheduler.schedule(self.now)
-        self.plans.append(plan)
-        self._check_plan(plan)
-        drawn = {}
-        for row in plan.rows:
-            state = self.mirror[row.request_id]
-            state["pages"] += row.new_pages
-            for p in range(state["computed"], state["computed"] + row.num_tokens):
-                page = state["pages"][p // self.size]
-                self.pages_written[page, p % self.size] = tuple(state["ids"][: p + 1])
-            for p in range(state["computed"]):
-                page = state["pages"][p // self.size]
-                assert self.pages_written[page, p % self.size] == tuple(state["ids"][: p + 1]), (
-                    "state of another request"
-                )
-            state["computed"] += row.num_tokens
-            if row.samples:
-                assert state["computed"] == len(state["ids"])
-                drawn[row.request_id] = next_token(state["ids"])
-                state["ids"].append(drawn[row.request_id])
-        for out in self.scheduler.commit(plan, StepOutput(drawn), self.now):
-            self.outputs[out.request_id] += out.token_ids
-        for end in self.scheduler.take_finished():
-            assert end.request_id not in self.ends, "a request ended twice"
-            self.ends[end.request_id] = end
-        self.table.check()
-
-    def _check_plan(self, plan):
-        for name in plan.dropped:
-            self.mirror.pop(name, None)
-        for a in plan.admitted:
-            assert a.request_id not in self.mirror
-            self.mirror[a.request_id] = {"ids": list(a.token_ids), "computed": a.computed, "pages": list(a.pages)}
-        assert len(plan.rows) <= self.limits.max_num_seqs
-        assert plan.num_tokens <= self.limits.max_num_batched_tokens
-        assert len({r.request_id for r in plan.rows}) == len(plan.rows)
-
-    def run(self, limit=3000):
-        for _ in range(limit):
-            if not (self.scheduler.has_work or self.scheduler.has_finished):
-                break
-            self.step()
-        assert not self.scheduler.has_work, "work is left: something waits for ever"
-        assert self.table.available == self.table.total_pages
-        if self.rows:
-            assert self.rows.available == self.rows.num_rows
-        return self
-
-
-def alone(prompt, max_tokens, max_len=64):
-    ids = list(prompt)
-    for _ in range(max_tokens):
-        ids.append(next_token(ids))
-        if len(ids) >= max_len:
-            break
-    return ids[len(prompt) :]
+from arbi_core.engine.messages import FinishReason, Priority
+from arbi_core.scheduler import StepOutput
+from support.toy_ranks import World, alone, next_token
 
 
 def test_decode_rows_come_first_and_prefill_fills_the_budget():
@@ -110,14 +17,14 @@ def test_decode_rows_come_first_and_prefill_fills_the_budget():
     w.step()
     w.add("b", range(3, 30))
     w.step()
-    assert [(r.request_id, r.num_tokens) for r in w.plans[-1].rows] == [("a", 1), ("b", 7)]
+    assert w.rows_of(w.plans[-1]) == [("a", 1), ("b", 7)]
 
 
 def test_long_prompt_is_cut_into_chunks():
     w = World(budget=16, chunk=5)
     w.add("a", range(3, 16), max_tokens=2)
     w.run()
-    assert [r.num_tokens for p in w.plans for r in p.rows] == [5, 5, 3, 1]
+    assert [n for p in w.plans for _, n in w.rows_of(p)] == [5, 5, 3, 1]
     assert w.outputs["a"] == alone(range(3, 16), 2)
 
 
@@ -126,7 +33,7 @@ def test_preemption_takes_the_lowest_row_and_its_text_does_not_change():
     for name in "abc":
         w.add(name, [ord(name), 5], max_tokens=7)
     w.run()
-    assert w.scheduler.preemptions > 0
+    assert w.scheduler.counters.preemptions > 0
     by_id = {r.request_id: r for r in w.records}
     assert by_id["a"].preemptions == 0, "the oldest never loses its pages"
     for name in "abc":
@@ -138,7 +45,7 @@ def test_interactive_goes_before_batch():
     w.add("bulk", [5, 6], priority=Priority.BATCH)
     w.add("chat", [7, 8])
     w.step()
-    assert [r.request_id for r in w.plans[-1].rows] == ["chat"]
+    assert [name for name, _ in w.rows_of(w.plans[-1])] == ["chat"]
     w.run()
     assert list(w.ends) == ["chat", "bulk"]
 
@@ -191,11 +98,9 @@ def test_row_failure_ends_that_request_alone():
     w.add("bad", [5, 6])
     w.add("good", [7, 8])
     plan = w.scheduler.schedule(1.0)
-    w.plans.append(plan)
-    w._check_plan(plan)
-    for row in plan.rows:
-        w.mirror[row.request_id]["computed"] += row.num_tokens
-    w.scheduler.commit(plan, StepOutput({"good": 9, "bad": 0}, errors={"bad": "NaN"}), 1.0)
+    output = w.ranks.execute(plan)
+    w.scheduler.dispatched(plan)
+    w.scheduler.commit(plan, StepOutput(output.token_ids, errors={0: "NaN"}), 1.0)
     (end,) = w.scheduler.take_finished()
     assert (end.request_id, end.reason, end.detail) == ("bad", FinishReason.ERROR, "NaN")
     assert "good" in w.scheduler.requests
@@ -210,7 +115,8 @@ def test_failed_row_leaves_nothing_in_the_prefix_cache():
     assert w.table.peek(prompt) == 4
     w.step()
     plan = w.scheduler.schedule(1.0)
-    w.scheduler.commit(plan, StepOutput({"bad": 0}, errors={"bad": "NaN"}), 1.0)
+    w.scheduler.dispatched(plan)
+    w.scheduler.commit(plan, StepOutput([0], errors={0: "NaN"}), 1.0)
     assert w.table.peek(prompt) == 0
     w.table.check()
     assert w.table.available == w.table.total_pages
@@ -221,7 +127,7 @@ def test_rows_exhausted_defers_admission():
     w.add("a", [5, 6])
     w.add("b", [7, 8])
     w.step()
-    assert [r.request_id for r in w.plans[-1].rows] == ["a"]
+    assert [name for name, _ in w.rows_of(w.plans[-1])] == ["a"]
     w.run()
     assert {e.reason for e in w.ends.values()} == {FinishReason.LENGTH}
 
@@ -232,9 +138,9 @@ def test_prompt_is_not_admitted_when_it_would_push_out_running_rows():
     w.step()
     w.add("b", range(3, 10), cache_enabled=False)
     w.step()
-    assert "b" not in {r.request_id for r in w.plans[-1].rows}
+    assert "b" not in {name for name, _ in w.rows_of(w.plans[-1])}
     w.run()
-    assert w.scheduler.preemptions == 0
+    assert w.scheduler.counters.preemptions == 0
 
 
 def test_second_turn_reuses_prompt_and_answer():
@@ -262,6 +168,7 @@ def test_random_histories_lose_leak_and_mix_nothing(data):
         chunk=data.draw(st.integers(1, 9)),
         cache=data.draw(st.booleans()),
         max_len=max_len,
+        depth=data.draw(st.integers(0, 2)),
     )
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     expected = {}
@@ -287,7 +194,7 @@ def test_random_histories_lose_leak_and_mix_nothing(data):
                 cancelled.add(victim)
             w.scheduler.cancel(victim)
         if rng.random() < 0.05:
-            w.table.flush()
+            w.scheduler.flush()
     w.run()
     assert set(w.ends) == set(expected)
     for name, tokens in expected.items():

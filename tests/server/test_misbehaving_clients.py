@@ -123,23 +123,23 @@ def test_closed_engine_is_not_ready_and_refuses(tiny_text_dir):
 def test_failing_steps_end_their_requests_and_then_the_engine(tiny_text_dir):
     server = Server(tiny_text_dir)
     try:
-        runner = server.engine._core._executor._runner
-        good = runner.execute
+        runner = server.engine._core._executor
+        good = runner.dispatch
 
         def bad(plan):
-            if plan.rows:
+            if plan.num_rows:
                 raise RuntimeError("device on fire")
             return good(plan)
 
-        runner.execute = bad
+        runner.dispatch = bad
         answer = server.post(messages=CHAT)
         assert answer.status_code == 500
         assert "device on fire" in answer.json()["error"]["message"]
         assert httpx.get(f"{server.url}/health/ready").json()["status"] == "degraded"
-        runner.execute = good
+        runner.dispatch = good
         assert server.post(messages=CHAT, **GREEDY).status_code == 200
         assert httpx.get(f"{server.url}/health/ready").json()["status"] == "ready"
-        runner.execute = bad
+        runner.dispatch = bad
         for _ in range(3):
             server.post(messages=CHAT)
         assert httpx.get(f"{server.url}/health/ready").status_code == 503

@@ -23,6 +23,7 @@ from arbi_core.server.generation import (
     collect,
     finish_reason,
     run_unless_hung_up,
+    tenant_of,
     tokenizer_of,
     usage,
 )
@@ -54,8 +55,11 @@ async def chat_completions(request: Request) -> Response:
         ids,
         sampling,
         request_id=f"chatcmpl-{request.state.request_id}",
+        tenant=tenant_of(request),
         priority=body.scheduling,
+        cache_enabled=body.cache_enabled,
         timeout_s=body.timeout_s,
+        job_id=body.job_id,
     )
     head = {
         "id": f"chatcmpl-{request.state.request_id}",

@@ -23,6 +23,7 @@ from arbi_core.server.generation import (
     finish_reason,
     merge,
     run_unless_hung_up,
+    tenant_of,
     tokenizer_of,
     usage,
 )
@@ -48,6 +49,8 @@ async def completions(request: Request) -> Response:
     include_usage = body.include_usage
     sampling = sampling_params(body, dict(engine.info.default_sampling))
     prompts = await asyncio.to_thread(_prompts, engine, body.prompt)
+    if body.job_id is not None and len(prompts) > 1:
+        raise RequestError("a request with a job_id has one prompt", param="job_id")
     if body.echo and body.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported", param="echo", code="unsupported_parameter")
     request_id = f"cmpl-{request.state.request_id}"
@@ -56,8 +59,11 @@ async def completions(request: Request) -> Response:
             ids,
             sampling,
             request_id=f"{request_id}-p{p}",
+            tenant=tenant_of(request),
             priority=body.scheduling,
+            cache_enabled=body.cache_enabled,
             timeout_s=body.timeout_s,
+            job_id=body.job_id,
         )
         for p, ids in enumerate(prompts)
     ]

@@ -68,7 +68,13 @@ class SamplingFields:
     include_stop_str_in_output: bool = described(False, "Keep the matched stop string.")
     skip_special_tokens: bool = described(True, "Leave special tokens out of the text.")
     logits_processors: list[str] | None = described(None, "Installed logits processors to apply.")
-    priority: Literal["interactive", "batch"] = described("interactive", "batch runs when nothing interactive waits.")
+    priority: Literal["interactive", "batch"] | None = described(
+        None, "batch runs when nothing interactive waits; the default, and the highest allowed, is the tenant's."
+    )
+    cache_enabled: bool = described(True, "Read and write the prefix cache.")
+    job_id: str | None = described(
+        None, "Keep progress under this name: sent again after a restart, the request goes on where it was."
+    )
     timeout_s: float | None = described(None, "Seconds after which the request ends.", exclusiveMinimum=0)
 
     @property
@@ -83,9 +89,9 @@ class SamplingFields:
         return bool(options.get("include_usage", False))
 
     @property
-    def scheduling(self) -> Priority:
-        """Priority class."""
-        return Priority(self.priority)
+    def scheduling(self) -> Priority | None:
+        """Priority class, if the request names one."""
+        return None if self.priority is None else Priority(self.priority)
 
 
 @define(kw_only=True)

@@ -86,7 +86,7 @@ def mean_kl(exact, chunk, ids):
         for llm in (exact, packed):
             recorder = LogitRecorder(llm)
             llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-            llm._built.core._executor._runner.model = recorder.inner
+            llm._built.core._executor.model = recorder.inner
             ((_, rows),) = recorder.logits.items()
             logits.append(torch.stack([rows[p] for p in range(len(ids))]).double().log_softmax(-1))
     return (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean().item()

@@ -84,7 +84,7 @@ def test_packed_and_unpacked_models_agree(tmp_path, kind):
         with LLM(
             str(tmp_path / "m.gguf"), skip_tokenizer_init=True, num_pages=64, plugins={"gguf": {"packed": mode}}
         ) as llm:
-            runner = llm._built.core._executor._runner
+            runner = llm._built.core._executor
             method = type(runner.model.layers[0].mlp.down.method).__name__
             assert (method == "DenseMethod") == (mode == "off")
             seen = []
