@@ -55,7 +55,7 @@ def _add_flag(group: Any, setting: Setting) -> None:
     options["metavar"] = metadata.get("metavar") or setting.attribute.name.upper()
     if metadata.get("choices"):
         options["metavar"] = "{" + ",".join(metadata["choices"]) + "}"
-    if setting.attribute.name in {"backends", "prefer"}:
+    if setting.attribute.name in {"backends", "prefer", "tenant_limits"}:
         options["action"] = "append"
     group.add_argument(setting.flag, **options)
 

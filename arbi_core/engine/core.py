@@ -208,7 +208,7 @@ class EngineCore:
         if self._health.state is HealthState.DEGRADED:
             self._health = Health(HealthState.READY)
 
-    def _step_failed(self, plan: StepPlan, exc: Exception) -> None:
+    def _step_failed(self, plan: StepPlan, exc: BaseException) -> None:
         reason = f"{type(exc).__name__}: {exc}"
         self._failed_steps += 1
         log.error("step failed (%d in a row): %s", self._failed_steps, reason, exc_info=exc)

@@ -157,7 +157,7 @@ def test_unknown_names_list_what_is_installed():
         UnsupportedModelError, match=r"'Gemma3ForCausalLM' .*LlamaForCausalLM.*pip install arbi-plugin-gemma"
     ):
         registry.family("Gemma3ForCausalLM")
-    with pytest.raises(UnknownNameError, match=r"the executor 'moon' \(installed: local\)"):
+    with pytest.raises(UnknownNameError, match=r"the executor 'moon' \(installed: distributed, local\)"):
         registry.pick("executor", registry.executors, "moon")
 
 
