@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": ("arbi_core.cli.serve", "serve a model over HTTP"),
     "chat": ("arbi_core.cli.chat", "talk to a model in the terminal"),
     "bench": ("arbi_core.cli.bench", "time a model in this process"),
+    "simulate": ("arbi_core.cli.simulate", "try the scheduler on a trace, in virtual time"),
     "plugins": ("arbi_core.cli.plugins_command", "show installed plugins and what they offer"),
     "openapi": ("arbi_core.cli.openapi", "print the OpenAPI document"),
 }

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(resolved: Resolved, registry: Any, sock: Any, question: str | None) -> int:
     import asyncio
+    import gc
 
     from rich.console import Console
 
@@ -59,6 +60,8 @@ def _serve(resolved: Resolved, registry: Any, sock: Any, question: str | None) -
         built = build_engine(resolved.config, registry, progress)
     for label, value in built.report.rows:
         console.print(f"  {label:<12} {value}", highlight=False)
+    gc.collect()
+    gc.freeze()  # what boot made stays: later collections need not walk it in the middle of a step
     engine = AsyncEngine(built)
 
     async def main() -> None:

@@ -133,6 +133,9 @@ class SchedulerConfig:
     max_prefill_chunk: int | None = option(
         None, "Most prompt tokens of one request in one step; default: the token budget.", low=1
     )
+    batch_prefill_share: float = option(
+        0.25, "Share of the prompt tokens of a step for batch work while interactive requests run.", low=0.0, high=1.0
+    )
     tensor_parallel_size: int = option(1, "Ranks that share every layer.", low=1, high=1024, flag="tp")
     executor: str = option(
         "auto", "How ranks are started and reached: auto (local for one rank, else distributed), or a name."

@@ -165,6 +165,7 @@ def _scheduler(config: ServerConfig, registry: Registry, rank: BuiltRank, tenant
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_prefill_chunk=settings.max_prefill_chunk or settings.max_num_batched_tokens,
         max_model_len=rank.pages.max_model_len,
+        batch_prefill_share=settings.batch_prefill_share,
     )
     return Scheduler(
         limits,

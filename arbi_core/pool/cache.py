@@ -168,11 +168,9 @@ class PrefixCache:
     def evict(self, count: int) -> None:
         """Free `count` cached pages, least recently used leaves first. There must be as many evictable ones."""
         freed: list[int] = []
+        bare: Node | None = None
         while len(freed) < count:
-            offer = heapq.heappop(self._leaves)
-            if not _stands(offer):
-                continue
-            node = offer[2]
+            node, bare = bare or self._oldest_leaf(), None
             parent = node.parent
             assert parent is not None  # noqa: S101  # roots are never offered
             if self.on_evict is not None:
@@ -186,8 +184,19 @@ class PrefixCache:
             if parent is node.tree.root:
                 self.drop_if_unused(node.tree)
             elif not parent.refs and not parent.children:
-                self._offer_leaf(parent)
+                if parent.last_used == node.last_used:
+                    bare = parent  # nothing is older: the usual case, a prompt that nobody has shared
+                else:
+                    self._offer_leaf(parent)
+        if bare is not None:
+            self._offer_leaf(bare)
         self.pool.free(freed)
+
+    def _oldest_leaf(self) -> Node:
+        """Take the least recently used leaf off the queue."""
+        while not _stands(offer := heapq.heappop(self._leaves)):
+            pass
+        return offer[2]
 
     def flush(self, tree: Tree) -> int:
         """Forget a tree; returns the pages freed at once. Referenced nodes live on, unreachable, until let go of."""

@@ -154,7 +154,7 @@ class Ledger:
                 continue
             ids = request.token_ids
             ids.append(token)
-            tokens.append(TokenOut(request.id, (token,), (logprobs[i],) if i in logprobs else ()))
+            tokens.append(TokenOut(request.msg.request_id, (token,), (logprobs[i],) if i in logprobs else ()))
             if request.owed:
                 request.owed -= 1
             if request.first_token is None:

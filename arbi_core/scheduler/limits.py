@@ -19,6 +19,8 @@ class SchedulerLimits:
         lookahead: room kept beyond every decoding row's next token, for the drafts of a verify step.
         batch_prefill_share: share of the prefill tokens of a step that batch work may take while interactive requests
             run: it bounds how long an arriving request waits for the step that is under way.
+        growth_pages: pages that an admission leaves free for each running row, as far as the row may still need them:
+            with fewer, rows soon take pages from each other, and what is preempted is computed again.
     """
 
     max_num_seqs: int
@@ -27,6 +29,7 @@ class SchedulerLimits:
     max_model_len: int
     lookahead: int = 0
     batch_prefill_share: float = 0.25
+    growth_pages: int = 8
 
     @property
     def max_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,8 +20,9 @@ class RunningSet:
 
     Attributes:
         rows: the requests.
-        room: ``(max_rows,)`` int64, tokens that still fit in the pages of each slot; kept for decoding rows.
-        left: ``(max_rows,)`` int64, draws that each slot may still make; kept for decoding rows.
+        room: ``(max_rows,)`` int64, tokens that still fit in the pages of each slot; 0 for rows that do not
+            decode yet.
+        left: ``(max_rows,)`` int64, draws that each slot may still make; 0 for free slots.
         tenant: ``(max_rows,)`` int64, index of each slot's tenant.
     """
 
@@ -31,6 +33,7 @@ class RunningSet:
         self.tenant = np.zeros(max_rows, dtype=np.int64)
         self._free = list(range(max_rows - 1, -1, -1))
         self._decoding: list[Request] | None = []
+        self._prefilling: list[Request] | None = []
         self._slots = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -46,14 +49,18 @@ class RunningSet:
         request.slot = self._free.pop()
         request.state = RequestState.PREFILL
         self.tenant[request.slot] = tenant
+        self.left[request.slot] = max(0, request.limit - len(request.token_ids))
+        self._prefilling = None
         bisect.insort(self.rows, request, key=_order)
 
     def remove(self, request: Request) -> int:
         """Take a request's slot away; returns it. The caller sets the next state."""
         if request.state is RequestState.DECODE:
             self._decoding = None
+        self._prefilling = None
         self.rows.remove(request)
         slot, request.slot = request.slot, -1
+        self.left[slot] = self.room[slot] = 0
         self._free.append(slot)
         return slot
 
@@ -62,7 +69,7 @@ class RunningSet:
         request.state = RequestState.DECODE if left else RequestState.CLOSING
         self.room[request.slot] = room
         self.left[request.slot] = left
-        self._decoding = None
+        self._decoding = self._prefilling = None
 
     def close(self, request: Request) -> None:
         """Schedule nothing more for a decoding request: its last draw is on the way."""
@@ -70,8 +77,16 @@ class RunningSet:
         self._decoding = None
 
     def prefilling(self) -> list[Request]:
-        """Requests with known tokens left to compute, in order of precedence."""
-        return [r for r in self.rows if r.state is RequestState.PREFILL]
+        """Requests with known tokens left to compute, in order of precedence. Not to be changed by the caller."""
+        if self._prefilling is None:
+            self._prefilling = [r for r in self.rows if r.state is RequestState.PREFILL]
+        return self._prefilling
+
+    def growth(self, page_size: int, most: int, *, without: Sequence[Request] = ()) -> int:
+        """Pages that all rows but some may together still need, counting at most `most` for each."""
+        tokens = np.maximum(self.left - self.room, 0)
+        tokens[[r.slot for r in without]] = 0
+        return int(np.minimum(-(-tokens // page_size), most).sum())
 
     def decoding(self) -> tuple[list[Request], np.ndarray]:
         """Decoding requests in order of precedence, and their slots ``(D,)``. Neither may be changed by the caller."""

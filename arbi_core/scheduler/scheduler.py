@@ -1,10 +1,10 @@
 """The scheduler: `schedule()` decides a step. What requests hold and how they end is in `ledger`.
 
 Policy (docs/scheduling.md compares it with other engines and gives the reasons)
-- Every decoding row runs in every step. What is left of the token budget goes to prompts: half to the first in order,
-  half to whoever has least left (`shares`).
-- Order is precedence: interactive before batch, then arrival. Between tenants the least served starts next (`tenants`).
-- A request starts when it would get tokens in this step and its whole prompt fits, beside one page for every running
+- Every decoding row runs in every step. What is left of the token budget goes to prompts: a quarter to the first in
+  order, the rest to whoever has least left (`shares`).
+- Order is precedence: interactive before batch, then arrival. Between tenants the least served is first (`tenants`).
+- A request starts when it would get tokens in this step and its whole prompt fits, beside a few pages for every running
   row; its pages are taken at once. Nobody passes a request that waits for pages. Requests pass one that waits for its
   quota, for prefill tokens, or for a prefix that a running request is about to compute.
 - A decoding row that finds no page takes those of a row of lower precedence: of the lowest class among them, the one
@@ -147,22 +147,31 @@ class Scheduler(Ledger):
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def _share(self, prompts: Sequence[Request], budget: int) -> list[int]:
+    def _share(self, prompts: Sequence[Request], budget: int) -> dict[Request, int]:
+        """Tokens of this step for each prompt."""
+        if not prompts:
+            return {}
+        ordered = sorted(prompts, key=self._turn)
         interactive = any(r.rank != BATCH for r in self.running.rows)
-        return share_prefill(
-            [r.remaining for r in prompts],
+        shares = share_prefill(
+            [r.remaining for r in ordered],
             budget,
             self.limits.max_prefill_chunk,
-            batch=[r.rank == BATCH for r in prompts],
+            batch=[r.rank == BATCH for r in ordered],
             batch_budget=max(1, int(budget * self.limits.batch_prefill_share)) if interactive else None,
         )
+        return dict(zip(ordered, shares, strict=True))
+
+    def _turn(self, request: Request) -> tuple[int, float, tuple[int, float, str]]:
+        """Order among prompts: the least served tenant's first, as at admission, or a tenant's burst is in the way."""
+        return request.rank, self._tenant(request).counter, request.order
 
     def _chunks(self, prompts: Sequence[Request], budget: int) -> tuple[list[Request], list[Chunk], list[Transfer]]:
         """Give each prompt its tokens of this step: whose, the pieces, and the row states to save after it."""
         chunked: list[Request] = []
         chunks: list[Chunk] = []
         snapshots: list[Transfer] = []
-        for request, share in zip(prompts, self._share(prompts, budget), strict=True):
+        for request, share in self._share(prompts, budget).items():
             n = self._cut(request, share)
             if not n:
                 continue
@@ -220,8 +229,7 @@ class Scheduler(Ledger):
             return False
         if not prompts:
             return True
-        rivals = sorted([*prompts, request], key=lambda r: r.order)
-        return self._share(rivals, budget)[rivals.index(request)] > 0
+        return self._share([*prompts, request], budget)[request] > 0
 
     def _may_start(self, request: Request, now: float) -> bool:
         allowed = self._tenant(request).may_start(now)
@@ -288,12 +296,14 @@ class Scheduler(Ledger):
         running = self.running
         if running.full or (self.row_pool is not None and not self.row_pool.available):
             return False
-        return self._need(request, start) + len(running) <= self.table.available
+        growth = running.growth(self.table.page_size, self.limits.growth_pages)
+        return self._need(request, start) + growth <= self.table.available
 
     def _hopeless(self, request: Request, start: _Start, leaving: Sequence[Request]) -> bool:
         """Whether it would not fit even if the rows `leaving` were gone and shared no page with those that stay."""
         gain = sum(len(self.table.pages(r.id)) for r in leaving)
-        return self._need(request, start) + len(self.running) - len(leaving) > self.table.available + gain
+        growth = self.running.growth(self.table.page_size, self.limits.growth_pages, without=leaving)
+        return self._need(request, start) + growth > self.table.available + gain
 
     def _need(self, request: Request, start: _Start) -> int:
         """Pages that starting it takes from those that can be had."""

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 __all__ = ["share_prefill"]
 
+FIRST_PART = 4
+"""One in so many tokens is for the first in order; docs/simulations.md compares the choices."""
+
 
 def share_prefill(
     remaining: Sequence[int], budget: int, chunk: int, *, batch: Sequence[bool] = (), batch_budget: int | None = None
 ) -> list[int]:
-    """Divide a token budget: half to the first in order, half to whoever has least left; what is over goes round.
+    """Divide a token budget: a quarter to the first in order, the rest to whoever has least left.
 
-    The first half keeps a long prompt moving whatever arrives behind it: every prompt becomes the first in order some
-    time, and from then on gets half of every step. The second half lets a short prompt pass a long one: it waits for
+    The quarter keeps a long prompt moving whatever arrives behind it: every prompt becomes the first in order some
+    time, and from then on gets a quarter of every step. The rest lets a short prompt pass a long one: it waits for
     shorter ones only. Prompts of equal length are thus served one after another, which is the order with the least
     mean time to first token; a plain equal split would make all of them wait for the last.
 
@@ -40,7 +43,7 @@ def share_prefill(
         budget -= n
         left -= n if bulk[i] else 0
 
-    give(0, (budget + 1) // 2)
+    give(0, -(-budget // FIRST_PART))
     for i in sorted(range(1, len(remaining)), key=lambda i: (bulk[i], remaining[i], i)):
         give(i, budget)
     give(0, budget)

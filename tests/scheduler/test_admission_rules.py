@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from support.toy_ranks import World, alone
 
 from arbi_core.engine.admission import AdmissionGate
 from arbi_core.engine.client import ModelInfo
@@ -12,6 +11,7 @@ from arbi_core.errors import RequestError
 from arbi_core.pool.savepoints import SavepointStore
 from arbi_core.sampler.params import SamplingParams
 from arbi_core.scheduler import TenantLimits, Tenants
+from support.toy_ranks import World, alone
 
 INFO = ModelInfo(
     name="m", architecture="A", max_model_len=64, vocab_size=100, default_sampling={}, kv_capacity_tokens=64, kv_backend={}
@@ -25,9 +25,7 @@ def running(w):
 def ask(limits, priority):
     w = World(tenants=Tenants(limits))
     gate = AdmissionGate(INFO, w.scheduler, 8, frozenset())
-    msg = SubmitMsg(
-        request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(), tenant="t", priority=priority
-    )  # fmt: skip
+    msg = SubmitMsg(request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(), tenant="t", priority=priority)
     return gate.check(msg, bounded=True).priority
 
 
@@ -85,8 +83,9 @@ def test_batch_work_is_left_alone_by_a_request_that_could_not_fit_anyway():
     w.add("long", range(30, 54), max_tokens=2)
     w.step()
     assert running(w) == ["chat", "bulk"]
-    w.run()
     assert w.scheduler.counters.preemptions == 0
+    w.run()
+    assert w.outputs["long"] == alone(range(30, 54), 2)
 
 
 # -- victims ----------------------------------------------------------------------------------------------------------
@@ -242,6 +241,19 @@ def test_rate_in_debt_delays_the_next_start():
     assert running(w) == ["c"]
 
 
+def test_tenant_pays_for_what_is_computed_and_not_for_what_the_cache_had():
+    w = World(size=4)
+    w.add("first", range(3, 13), tenant="t", max_tokens=9)
+    w.step()
+    assert w.scheduler.tenants.find("t").counter == 10
+    w.step()
+    w.step()
+    assert w.scheduler.tenants.find("t").counter == 10 + 2 * 2, "a generated token costs two"
+    w.add("second", range(3, 13), tenant="t")
+    w.step()
+    assert w.scheduler.tenants.find("t").counter == 14 + 2 + 2, "8 of 10 were cached; first draws once more"
+
+
 # -- time and size ----------------------------------------------------------------------------------------------------
 
 
@@ -249,8 +261,8 @@ def test_deadline_ends_a_waiting_request():
     w = World(seqs=1)
     w.add("a", [5, 6], max_tokens=30)
     w.add("b", [7, 8], timeout_s=0.005)
-    w.step()
-    assert w.scheduler.next_event(w.now) == pytest.approx(0.005, abs=1e-4)
+    w.dispatch(w.scheduler.schedule(0.001))
+    assert w.scheduler.next_event(0.001) == pytest.approx(0.005, abs=1e-4)
     w.run()
     assert w.reason("b") is FinishReason.TIMEOUT
     assert w.outputs["b"] == []
@@ -341,3 +353,36 @@ def test_running_request_leaves_no_savepoint_after_a_flush():
     w.run()
     assert len(w.scheduler.savepoints) == 0
     assert w.ranks.host == {}
+
+
+def test_admission_leaves_running_rows_the_pages_that_they_will_soon_need():
+    """The first will fill 16 of 19 pages and holds 2; the second needs 15 at once."""
+    started = {}
+    for growth in (1, 4):
+        w = World(pages=20, size=2, seqs=4, budget=64, growth=growth)
+        w.add("a", [5, 6], max_tokens=30)
+        w.step()
+        w.add("b", range(10, 40), max_tokens=2)
+        w.step()
+        started[growth] = w.scheduler.requests["b"].running
+    assert started == {1: True, 4: False}
+
+
+def test_rows_that_end_soon_keep_nothing_free():
+    w = World(pages=7, size=2, seqs=4, budget=64, growth=8)
+    w.add("a", [5, 6], max_tokens=2)
+    w.step()
+    w.add("b", range(10, 18), max_tokens=2)
+    w.step()
+    assert w.scheduler.requests["b"].running
+
+
+def test_prompts_of_the_least_served_tenant_come_first_within_a_step():
+    w = World(pages=200, size=4, seqs=8, budget=8, max_len=300)
+    for i in range(3):
+        w.add(f"hog{i}", range(3 + 100 * i, 103 + 100 * i), max_tokens=1, tenant="hog")
+    w.add("small", range(900, 1100), max_tokens=1, tenant="small")
+    w.step()
+    w.scheduler.tenants.charge(w.scheduler.tenants.find("hog"), 1000)
+    w.step()
+    assert dict(w.rows_of(w.plans[-1]))["small"] == 2, "a quarter, although it is the last and the longest"

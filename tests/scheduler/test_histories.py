@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.histories import ADAPTERS, TENANTS, History
-from support.random_acts import random_setup
 
 from arbi_core.engine.messages import Priority
+from support.histories import ADAPTERS, TENANTS, History
+from support.random_acts import random_setup
 
 TEXTS = st.builds(lambda head, tail: head + tail, st.lists(st.just(5), max_size=20), st.lists(st.sampled_from([5, 6])))
 
@@ -127,7 +127,7 @@ class TwoAhead(Histories):
     depth = 2
 
 
-SMALL = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SMALL = settings(max_examples=300, stateful_step_count=50, deadline=None)
 for machine in (Synchronous, OneAhead, TwoAhead):
     machine.TestCase.settings = SMALL
 TestSynchronous = Synchronous.TestCase

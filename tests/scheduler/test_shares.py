@@ -14,22 +14,22 @@ from arbi_core.scheduler.shares import share_prefill
         ([5], 8, 8, [5]),
         ([100], 16, 16, [16]),
         ([100], 16, 5, [5]),
-        ([100, 10, 50], 40, 64, [20, 10, 10]),
+        ([100, 10, 50], 40, 64, [10, 10, 20]),
         ([4, 100], 16, 16, [4, 12]),
-        ([100, 100], 16, 16, [8, 8]),
-        ([100, 30, 30], 16, 16, [8, 8, 0]),
+        ([100, 100], 16, 16, [4, 12]),
+        ([100, 30, 30], 16, 16, [4, 12, 0]),
         ([100, 2], 16, 16, [14, 2]),
         ([100, 100, 3], 20, 6, [6, 6, 3]),
         ([9, 9], 1, 8, [1, 0]),
         ([9, 9], 0, 8, [0, 0]),
     ],
 )
-def test_half_to_the_first_then_the_shortest_then_the_rest(remaining, budget, chunk, shares):
+def test_a_quarter_to_the_first_then_the_shortest_then_the_rest(remaining, budget, chunk, shares):
     assert share_prefill(remaining, budget, chunk) == shares
 
 
 def test_batch_comes_after_all_others_and_within_its_budget():
-    assert share_prefill([100, 1, 100], 16, 16, batch=[False, True, False], batch_budget=4) == [8, 0, 8]
+    assert share_prefill([100, 1, 100], 16, 16, batch=[False, True, False], batch_budget=4) == [4, 0, 12]
     assert share_prefill([6, 100], 16, 16, batch=[False, True], batch_budget=4) == [6, 4]
     assert share_prefill([100, 3], 16, 16, batch=[True, True], batch_budget=4) == [4, 0]
 
@@ -55,6 +55,6 @@ def test_nothing_is_given_twice_or_wasted(prompts, budget, chunk, most):
 
 
 @given(prompts=prompts.filter(bool), budget=st.integers(0, 60), chunk=st.integers(1, 40))
-def test_first_in_order_gets_half_whatever_is_behind_it(prompts, budget, chunk):
+def test_first_in_order_gets_a_quarter_whatever_is_behind_it(prompts, budget, chunk):
     remaining = [r for r, _ in prompts]
-    assert share_prefill(remaining, budget, chunk)[0] >= min(remaining[0], chunk, (budget + 1) // 2)
+    assert share_prefill(remaining, budget, chunk)[0] >= min(remaining[0], chunk, -(-budget // 4))

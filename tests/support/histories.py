@@ -24,7 +24,7 @@ ADAPTERS = ("", "adapter")
 class Setup:
     """Sizes of a world. `ram`, `disk`: pages that the host keeps, 0 has no tier; `savepoints`: rows that it keeps.
 
-    `rows` 0 has no recurrent state; `grid` is in pages; `limits` are keyword arguments by tenant.
+    `rows` 0 has no recurrent state; `grid` is in pages; `delay` is in steps of a disk; `limits` are keyword arguments by tenant.
     """
 
     pages: int
@@ -44,6 +44,7 @@ class Setup:
     ram_min: int = 0
     disk_min: int = 0
     ttl: float | None = None
+    delay: int = 0
     limits: dict = field(factory=dict)
 
 
@@ -80,6 +81,7 @@ class History(World):
             **sizes, depth=setup.depth, lookahead=setup.lookahead, cache=setup.cache, rows=setup.rows or None, **stores
         )
         self.asked, self.texts, self.may_fail = {}, {}, set()
+        self.ranks.delay = setup.delay
         self.crashed = False
 
     # -- acts ---------------------------------------------------------------------------------------------------------
@@ -121,6 +123,7 @@ class History(World):
             self.covered[key] += value - before[key]
         for a in plan.admitted:
             self.covered["readmitted" if self.asked[a.request_id].preemptions else "admitted"] += 1
+            self.covered["resumed amid a page"] += a.computed % self.size > 0
         for end in [e for name, e in self.ends.items() if name in waits and e.reason is FinishReason.TIMEOUT]:
             self.covered["timeout while " + ("running" if waits[end.request_id] else "waiting")] += 1
         self.covered["steps"] += 1
@@ -132,6 +135,7 @@ class History(World):
         self.covered["flush of all" if tenant is None else "flush of a tenant"] += 1
         freed, free = self.scheduler.flush(tenant), self.table.pool.available
         assert 0 <= freed <= free
+        self.check_flushed(tenant)
 
     def disk(self, fail_spills, fail_fetches, delay):
         self.ranks.fail_spills, self.ranks.fail_fetches, self.ranks.delay = fail_spills, fail_fetches, delay
@@ -183,6 +187,7 @@ class History(World):
             "waits for a quota": s.counters.deferred_by_quota,
             "evictions": self.table.evictions,
         }
+        found |= {f"pages lost by a failed {op.name}": n for op, n in self.ranks.failures.items()}
         if tier is not None:
             found |= {f"pages {k}": getattr(tier, k) for k in ("saved", "restored", "spilled", "fetched", "dropped")}
         if points is not None:
@@ -199,6 +204,26 @@ class History(World):
         self.may_fail |= {r.id for r in flight.requests}
         super().failed(plan, failure)
         assert not any(r.running for r in flight.requests)
+
+    def commit(self, plan, output):
+        flight = self.scheduler._in_flight[0]
+        tokens = super().commit(plan, output)
+        for i in output.errors if not flight.void else ():
+            self.covered["rows that failed alone"] += 1
+            self.check_flushed(flight.drawing[i].msg.tenant)
+        return tokens
+
+    def check_flushed(self, tenant):
+        """Nothing of a tenant can be found, nor will be left by those of its requests that run."""
+        s, mine = self.scheduler, None if tenant is None else {tenant}
+        assert not any(mine is None or n.tenant in mine for n, tree in self.table.cache.trees.items() if tree.nodes)
+        assert s.tier is None or not any(mine is None or b.tenant in mine for b in s.tier._by_handle.values())
+        assert s.savepoints is None or not any(mine is None or p.tenant in mine for p in s.savepoints._stored.values())
+        for r in s.running.rows:
+            if mine is None or r.msg.tenant in mine:
+                assert r.prefix is None
+                assert r.leads is None
+                assert self.table._entries[r.id].tree is None
 
     def take_ends(self):
         known = set(self.ends)

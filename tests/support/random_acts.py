@@ -36,10 +36,11 @@ def random_setup(rng, **fixed):
         savepoints=rng.choice((0, 1, 2, 5)) if rows and cache else 0,
         grid=rng.choice((1, 1, 2)),
         ram=rng.choice((1, 2, 3, 6, 30)) if tiers else 0,
-        disk=rng.choice((0, 1, 2, 4, 30)) if tiers else 0,
+        disk=rng.choice((0, 2, 4, 30)) if tiers else 0,
         ram_min=rng.choice((0, 0, 2 * size)),
         disk_min=rng.choice((0, 0, 2 * size)),
         ttl=rng.choice((None, None, 0.05)),
+        delay=rng.choice((0, 0, 1, 4)),
         limits=limits,
     )
     values |= fixed

@@ -11,10 +11,13 @@ reads a NaN becomes one.
 
 from __future__ import annotations
 
+import itertools
+
 from attrs import define, field
 
 from arbi_core.engine.messages import FinishReason, SubmitMsg
 from arbi_core.pool import PagePool, PageTable, RowPool
+from arbi_core.pool.tiers import HostTier, TierSettings
 from arbi_core.pool.transfers import Transfer, TransferOp, TransferResult
 from arbi_core.sampler.params import SamplingParams
 from arbi_core.scheduler import Request, Scheduler, SchedulerLimits, StepOutput
@@ -95,6 +98,7 @@ class ToyRanks:
     nans: set = field(factory=set)
     doubtful: set = field(factory=set)
     lost: set = field(factory=set)
+    failures: dict = field(factory=lambda: {TransferOp.SPILL: 0, TransferOp.FETCH: 0})
     delay: int = 0
     fail_spills: bool = False
     fail_fetches: bool = False
@@ -239,6 +243,7 @@ class ToyRanks:
             if failed or (handle not in self.disk and handle not in self.host):
                 self.disk.pop(handle, None)
                 self.host.pop(handle, None)
+                self.failures[op] += 1
                 self.results.append(TransferResult(op, handle, ok=False, error=f"{op.name} failed"))
                 continue
             if op is TransferOp.FETCH and handle in self.disk:
@@ -262,6 +267,7 @@ class World:
         max_len=64,
         depth=0,
         lookahead=0,
+        growth=1,
         **stores,
     ):
         self.table = PageTable(PagePool(pages, size), enabled=cache)
@@ -273,6 +279,7 @@ class World:
             max_prefill_chunk=chunk or budget,
             max_model_len=max_len,
             lookahead=lookahead,
+            growth_pages=growth,
         )
         self.scheduler = Scheduler(self.limits, self.table, self.rows, on_finished=self.records.append, **stores)
         self.ranks = ToyRanks(size)
@@ -311,7 +318,7 @@ class World:
         self.table.check()
         return plan
 
-    def dispatch(self, plan, fault, nan):
+    def dispatch(self, plan, fault=None, nan=()):
         try:
             output = self.ranks.execute(plan, fault, nan)
         except StepFailed as failure:
@@ -331,10 +338,13 @@ class World:
             if isinstance(output, StepFailed):
                 self.failed(plan, output)
                 continue
-            for out in self.scheduler.commit(plan, output, self.now):
+            for out in self.commit(plan, output):
                 assert out.request_id not in self.ends, "a token after the end"
                 self.outputs[out.request_id] += out.token_ids
         self.take_ends()
+
+    def commit(self, plan, output):
+        return self.scheduler.commit(plan, output, self.now)
 
     def take_ends(self):
         for end in self.scheduler.take_finished():
@@ -372,4 +382,20 @@ class World:
         return self.ends[name].reason if name in self.ends else None
 
 
-__all__ = ["FinishReason", "StepFailed", "ToyRanks", "World", "after", "alone", "next_token"]
+def small_tier(ram=8, disk=0):
+    """A host tier of so many pages of 4 tokens."""
+    settings = TierSettings(page_bytes=1, row_bytes=1, page_size=4, ram_bytes=ram, disk_bytes=disk)
+    return HostTier(settings, itertools.count(1))
+
+
+def begun(depth, steps=3, **options):
+    """A world whose one request has been through some steps, `depth` of them not yet committed."""
+    w = World(depth=depth, **options)
+    w.add("a", [5, 6], max_tokens=20)
+    for _ in range(steps):
+        w.step()
+    assert len(w.flights) == depth
+    return w
+
+
+__all__ = ["FinishReason", "StepFailed", "ToyRanks", "World", "after", "alone", "begun", "next_token", "small_tier"]
