@@ -239,10 +239,11 @@ class PageTable:
         if entry.tree is None or full <= len(entry.nodes):
             return
         node = entry.nodes[-1] if entry.nodes else entry.tree.root
-        for index in range(len(entry.nodes), full):
-            start = index * self.page_size
-            packed = pack_tokens(token_ids[start : start + self.page_size])
-            node = self.cache.insert(entry.tree, node, packed, entry.pages[index])
+        first = len(entry.nodes)
+        packed = pack_tokens(token_ids[first * self.page_size : full * self.page_size])
+        width = len(packed) // (full - first)
+        for index, page in enumerate(entry.pages[first:full]):
+            node = self.cache.insert(entry.tree, node, packed[index * width : (index + 1) * width], page)
             entry.nodes.append(node)
 
     def last_node(self, request_id: str) -> Node | None:
