@@ -20,6 +20,7 @@ __all__ = [
     "OverloadedError",
     "PluginConflictError",
     "PluginError",
+    "RankFailedError",
     "RequestError",
     "UnknownNameError",
     "UnsupportedModelError",
@@ -155,3 +156,18 @@ class EngineFailedError(ArbiError):
 
     status = 500
     code = "engine_failed"
+
+
+class RankFailedError(EngineFailedError):
+    """A tensor-parallel rank died, stopped answering or fell out of step, so the whole group has ended.
+
+    Args:
+        rank: which one.
+        reason: what happened, as a clause about it: ``was killed by SIGKILL``.
+    """
+
+    code = "rank_failed"
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank, self.reason = rank, reason
+        super().__init__(f"rank {rank} {reason}")

@@ -217,6 +217,11 @@ class PendingStep(Protocol):
 class Executor(Protocol):
     """Whatever carries out plans on the ranks."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why no plan can be carried out any more; None while all is well."""
+        ...
+
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Give every rank one step."""
         ...
@@ -228,6 +233,11 @@ class Executor(Protocol):
 
 class Runner(Protocol):
     """One rank's model and state."""
+
+    @property
+    def failure(self) -> str | None:
+        """As `Executor.failure`: on one rank the runner is the executor."""
+        ...
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Give the device one step."""

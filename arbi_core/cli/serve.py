@@ -34,6 +34,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     logging.basicConfig(level=resolved.config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
+    from arbi_core.engine.boot import follows
+
+    if follows(resolved.config):
+        from arbi_core.distributed.worker import run_follower
+
+        return run_follower(resolved.config)
+
     from arbi_core.server.serve import bind
 
     sock = bind(resolved.config.server)

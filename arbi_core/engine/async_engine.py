@@ -197,7 +197,9 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self._core.has_work:
+                if not self._core.has_work:
+                    self._core.tick()
+                else:
                     batch = self._core.step()
                     self._stats = self._core.stats()
                     if batch.tokens or batch.finished:

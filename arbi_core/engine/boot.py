@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from arbi_core.loader.progress import Progress
     from arbi_core.offers import Ranks
 
-__all__ = ["BootReport", "BuiltEngine", "build_engine", "open_ranks"]
+__all__ = ["BootReport", "BuiltEngine", "build_engine", "follows", "open_ranks"]
 
 log = logging.getLogger("arbi.boot")
 
@@ -56,6 +56,16 @@ class BuiltEngine:
     report: BootReport
 
 
+def follows(config: ServerConfig) -> bool:
+    """Whether torchrun made this process a rank that follows: it runs `run_follower` instead of an engine."""
+    if config.scheduler.tensor_parallel_size == 1:
+        return False
+    from arbi_core.distributed.launch import torchrun_place
+
+    place = torchrun_place()
+    return place is not None and place.rank > 0
+
+
 def open_ranks(config: ServerConfig, registry: Registry) -> Ranks:
     """Start or join the ranks that the configuration asks for.
 
@@ -64,11 +74,25 @@ def open_ranks(config: ServerConfig, registry: Registry) -> Ranks:
         ConfigError: the executor cannot run that many ranks.
     """
     name = config.scheduler.executor
+    _check_launch(config.scheduler.tensor_parallel_size)
     if name == "auto":
         name = "local" if config.scheduler.tensor_parallel_size == 1 else "distributed"
     elif name == "local" and config.scheduler.tensor_parallel_size > 1:
         raise ConfigError("scheduler.executor", "'local' is one rank", "use auto or distributed with --tp")
     return registry.pick("executor", registry.executors, name).open(config)
+
+
+def _check_launch(ranks: int) -> None:
+    """Under torchrun without ``--tp`` every process would be a server of its own."""
+    from arbi_core.distributed.launch import torchrun_place
+
+    place = torchrun_place() if ranks == 1 else None
+    if place is not None and place.size > 1:
+        raise ConfigError(
+            "scheduler.tensor_parallel_size",
+            f"torchrun started {place.size} processes for one rank",
+            f"--tp {place.size}",
+        )
 
 
 def build_engine(
@@ -94,6 +118,8 @@ def build_engine(
     _check_tiers(config)
     ranks = ranks or open_ranks(config, registry)
     try:
+        if ranks.rank:
+            raise ConfigError("scheduler.executor", f"this process is rank {ranks.rank}, which follows", "run_follower")
         rank = build_rank(config, registry, ranks, progress)
     except BaseException:
         ranks.close()

@@ -139,6 +139,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether anything is queued, running, on the way, or waits to be reported."""
+        if self._health.state is HealthState.FAILED:
+            return self._scheduler.has_ends
         return bool(self._scheduler.has_work or self._scheduler.has_finished or self._flights)
 
     def wait_s(self) -> float:
@@ -149,8 +151,16 @@ class EngineCore:
         event = self._scheduler.next_event(now)
         return LONGEST_WAIT_S if event is None else min(max(0.0, event - now), LONGEST_WAIT_S)
 
+    def tick(self) -> None:
+        """Look after the ranks while there is nothing to do."""
+        reason = self._executor.failure
+        if reason is not None and self._health.state is not HealthState.FAILED:
+            self.fail(reason)
+
     def step(self) -> OutputBatch:
         """Run one step and return everything that it produced or ended; with depth, what an earlier step produced."""
+        if self._health.state is HealthState.FAILED:
+            return self.drain_finished()
         tokens, self._restored = self._restored, []
         restored = sum(len(t.token_ids) for t in tokens)
         if self._flights and self._scheduler.draws_need_history:
@@ -209,6 +219,8 @@ class EngineCore:
             self._health = Health(HealthState.READY)
 
     def _step_failed(self, plan: StepPlan, exc: BaseException) -> None:
+        if self._health.state is HealthState.FAILED:
+            return
         reason = f"{type(exc).__name__}: {exc}"
         self._failed_steps += 1
         log.error("step failed (%d in a row): %s", self._failed_steps, reason, exc_info=exc)

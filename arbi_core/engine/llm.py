@@ -64,6 +64,8 @@ ARGUMENTS = {
 class LLM:
     """A model ready to generate, in this process and on this thread.
 
+    Under torchrun only rank 0 gets one: the other processes serve it inside the constructor and exit when it closes.
+
     Args:
         model: directory, ``.gguf`` file, hub id, or ``demo``.
         config: a whole configuration to start from; keyword arguments win over it.
@@ -81,9 +83,14 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, config: ServerConfig | None = None, **arguments: Any) -> None:
-        from arbi_core.engine.boot import build_engine
+        from arbi_core.engine.boot import build_engine, follows
 
-        self._built = build_engine(_configure(model, config, arguments))
+        settings = _configure(model, config, arguments)
+        if follows(settings):
+            from arbi_core.distributed.worker import run_follower
+
+            raise SystemExit(run_follower(settings))
+        self._built = build_engine(settings)
         self._core = self._built.core
         self._ids = itertools.count()
 

@@ -12,6 +12,7 @@ from attrs import frozen
 from arbi_core.backend.base import BackendContext
 from arbi_core.backend.binding import LayerBinding
 from arbi_core.backend.select import select_backends
+from arbi_core.distributed.fit import check_fit
 from arbi_core.engine.memory import PagePlan, plan_pages
 from arbi_core.errors import ConfigError
 from arbi_core.loader.base import WeightContext
@@ -76,6 +77,7 @@ def build_rank(config: ServerConfig, registry: Registry, ranks: Ranks, progress:
     start = time.monotonic()
     device = choose_device(config.model.device, ranks)
     loaded = prepare(config.model, registry)
+    check_fit(loaded.spec, ranks.size)
     dtype = DTYPES[loaded.spec.dtype if config.model.dtype == "auto" and device.type != "cpu" else _cpu_dtype(config)]
     max_model_len = _max_model_len(config, loaded)
     model, held = _load(loaded, config, registry, device, dtype, ranks, max_model_len, progress or NoProgress())
@@ -170,7 +172,12 @@ def _load(
 ) -> tuple[Any, str]:
     """Build on the meta device and fill; says how the linears are held."""
     with torch.device("meta"):
-        model = loaded.family.build(loaded.spec, BuildContext(dtype, ranks.group, max_model_len))
+        try:
+            model = loaded.family.build(loaded.spec, BuildContext(dtype, ranks.group, max_model_len))
+        except ValueError as exc:
+            if ranks.size == 1:
+                raise
+            raise ConfigError("scheduler.tensor_parallel_size", str(exc)) from exc
     weight_map = loaded.family.weight_map(loaded.spec)
     held = "random"
     if config.model.load_format == "dummy":

@@ -51,6 +51,8 @@ class ModelRunner:
         store: keeps bytes on the host, where tiers or savepoints are on.
     """
 
+    failure: str | None = None
+
     def __init__(
         self,
         model: Model,

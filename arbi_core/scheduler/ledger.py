@@ -111,6 +111,11 @@ class Ledger:
         """Whether ended requests wait to be reported, or the ranks have rows or bytes to forget."""
         return bool(self._finished or self._dropped or self._transfers)
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether ended requests wait to be reported."""
+        return bool(self._finished)
+
     def take_finished(self) -> list[FinishOut]:
         """Requests that ended since the last call, each exactly once."""
         finished, self._finished = self._finished, []
