@@ -63,7 +63,14 @@ def generate(engine):
     return [o.outputs[0].token_ids for o in outputs], [o.outputs[0].finish_reason for o in outputs]
 
 
-@pytest.mark.parametrize(("variant", "async_output"), [("mistral", "off"), ("qwen3/tied-yarn", "on")])
+@pytest.mark.parametrize(
+    ("variant", "async_output"),
+    [
+        ("mistral", "off"),
+        ("qwen3/tied-yarn", "on"),
+        *(pytest.param(v, m, marks=pytest.mark.oracle) for v in ("llama", "qwen2", "smollm3") for m in ("on", "off")),
+    ],
+)
 def test_two_ranks_generate_what_one_does(tiny_dir, variant, async_output):
     path = tiny_dir(variant)
     with llm(path, 1, async_output=async_output) as alone:

@@ -4,7 +4,8 @@ import pytest
 
 from arbi_core.engine.messages import FinishReason, Priority
 from arbi_core.scheduler import RequestState
-from support.toy_ranks import World, alone, begun, next_token, small_tier
+from support.toy_ranks import World, alone, next_token
+from support.toy_worlds import begun, small_tier
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -7,7 +7,8 @@ import pytest
 from arbi_core.engine.messages import FinishReason, Priority
 from arbi_core.pool.savepoints import SavepointStore
 from arbi_core.scheduler import RequestState
-from support.toy_ranks import World, alone, begun, small_tier
+from support.toy_ranks import World, alone
+from support.toy_worlds import begun, small_tier
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

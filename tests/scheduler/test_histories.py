@@ -127,7 +127,7 @@ class TwoAhead(Histories):
     depth = 2
 
 
-SMALL = settings(max_examples=300, stateful_step_count=50, deadline=None)
+SMALL = settings(max_examples=200, stateful_step_count=50, deadline=None)
 for machine in (Synchronous, OneAhead, TwoAhead):
     machine.TestCase.settings = SMALL
 TestSynchronous = Synchronous.TestCase

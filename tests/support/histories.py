@@ -45,6 +45,7 @@ class Setup:
     disk_min: int = 0
     ttl: float | None = None
     delay: int = 0
+    growth: int = 8
     limits: dict = field(factory=dict)
 
 
@@ -76,7 +77,11 @@ class History(World):
                 grid=setup.grid * setup.size,
                 handles=handles,
             )
-        sizes = {k: v for k, v in asdict(setup).items() if k in {"pages", "size", "seqs", "budget", "chunk", "max_len"}}
+        sizes = {
+            k: v
+            for k, v in asdict(setup).items()
+            if k in {"pages", "size", "seqs", "budget", "chunk", "max_len", "growth"}
+        }
         super().__init__(
             **sizes, depth=setup.depth, lookahead=setup.lookahead, cache=setup.cache, rows=setup.rows or None, **stores
         )

@@ -41,6 +41,7 @@ def random_setup(rng, **fixed):
         disk_min=rng.choice((0, 0, 2 * size)),
         ttl=rng.choice((None, None, 0.05)),
         delay=rng.choice((0, 0, 1, 4)),
+        growth=rng.choice((0, 0, 1, 8)),
         limits=limits,
     )
     values |= fixed

@@ -11,13 +11,10 @@ reads a NaN becomes one.
 
 from __future__ import annotations
 
-import itertools
-
 from attrs import define, field
 
 from arbi_core.engine.messages import FinishReason, SubmitMsg
 from arbi_core.pool import PagePool, PageTable, RowPool
-from arbi_core.pool.tiers import HostTier, TierSettings
 from arbi_core.pool.transfers import Transfer, TransferOp, TransferResult
 from arbi_core.sampler.params import SamplingParams
 from arbi_core.scheduler import Request, Scheduler, SchedulerLimits, StepOutput
@@ -382,20 +379,4 @@ class World:
         return self.ends[name].reason if name in self.ends else None
 
 
-def small_tier(ram=8, disk=0):
-    """A host tier of so many pages of 4 tokens."""
-    settings = TierSettings(page_bytes=1, row_bytes=1, page_size=4, ram_bytes=ram, disk_bytes=disk)
-    return HostTier(settings, itertools.count(1))
-
-
-def begun(depth, steps=3, **options):
-    """A world whose one request has been through some steps, `depth` of them not yet committed."""
-    w = World(depth=depth, **options)
-    w.add("a", [5, 6], max_tokens=20)
-    for _ in range(steps):
-        w.step()
-    assert len(w.flights) == depth
-    return w
-
-
-__all__ = ["FinishReason", "StepFailed", "ToyRanks", "World", "after", "alone", "begun", "next_token", "small_tier"]
+__all__ = ["FinishReason", "StepFailed", "ToyRanks", "World", "after", "alone", "next_token"]
