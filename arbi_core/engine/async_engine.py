@@ -182,6 +182,8 @@ class AsyncEngine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked is gone
             try:
                 result = command()
             except BaseException as exc:  # noqa: BLE001  # carried to the caller

@@ -132,6 +132,7 @@ class EngineCore:
 
     def flush_cache(self, tenant: str | None = None) -> int:
         """Forget the prefix cache of a tenant, or of all; returns the pages freed at once. Running requests go on."""
+        self._stalled = False
         return self._scheduler.flush(tenant)
 
     # -- the loop ---------------------------------------------------------------------------------------------------

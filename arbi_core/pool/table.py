@@ -246,11 +246,6 @@ class PageTable:
             node = self.cache.insert(entry.tree, node, packed[index * width : (index + 1) * width], page)
             entry.nodes.append(node)
 
-    def last_node(self, request_id: str) -> Node | None:
-        """Node of the request's last committed page; None if there is none, or its namespace was flushed."""
-        entry = self._entries[request_id]
-        return entry.nodes[-1] if entry.nodes and entry.tree is not None else None
-
     def next_key(self, request_id: str, token_ids: Sequence[int]) -> tuple[Namespace, bytes] | None:
         """Names the first full page of `token_ids` that the request has not committed; see `PrefixCache.next_key`."""
         entry = self._entries[request_id]

@@ -31,13 +31,12 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         """The step's output. Call it once, in the order of dispatch."""
-        ended = self._transfers.poll()
         if self._sampled is None:
-            return StepOutput(transfers=ended)
+            return StepOutput(transfers=self._transfers.poll())
         drawn = self._sampled.to_host()
         for row, token in zip(self._rows, drawn.token_ids.tolist(), strict=True):
             row.output_token_ids.append(token)
-        return StepOutput(drawn.token_ids, drawn.logprobs, drawn.errors, ended)
+        return StepOutput(drawn.token_ids, drawn.logprobs, drawn.errors, self._transfers.poll())
 
 
 class ModelRunner:

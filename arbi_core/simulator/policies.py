@@ -85,7 +85,7 @@ def share_equal(
 
 
 def share_first(part: int) -> Share:
-    """The scheduler's rule with 1 in `part` for the first in order; what is over goes to the shortest."""
+    """The scheduler's rule with 1 in `part` for the first in order; it takes of the rest only what nobody else can."""
 
     def share(
         remaining: Sequence[int],
@@ -95,13 +95,16 @@ def share_first(part: int) -> Share:
         batch: Sequence[bool] = (),
         batch_budget: int | None = None,
     ) -> list[int]:
-        limit = budget if batch_budget is None else batch_budget
+        if not remaining:
+            return []
+        limit = budget if batch_budget is None else min(budget, batch_budget)
         bulk = bool(batch) and batch[0]
-        first = min(remaining[0], chunk, -(-budget // part), limit if bulk else budget) if remaining else 0
-        rest = [remaining[0] - first, *remaining[1:]] if remaining else []
+        most = min(remaining[0], chunk, limit if bulk else budget)
+        first = min(most, -(-budget // part))
         limit -= first if bulk else 0
-        others = share_shortest(rest, budget - first, chunk, batch=batch, batch_budget=limit)
-        return [min(chunk, others[0] + first), *others[1:]] if remaining else []
+        others = share_shortest(remaining[1:], budget - first, chunk, batch=batch[1:], batch_budget=limit)
+        left = (limit if bulk else budget - first) - sum(others)
+        return [min(most, first + left), *others]
 
     return share
 

@@ -80,7 +80,7 @@ def test_preemption(tiny_text_dir, host_tier_gib):
     """Half of what the requests need: places change hands all the time."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     unlimited, _ = generate(tiny_text_dir, params, enable_prefix_caching=False)
-    answers, stats = both(tiny_text_dir, params, num_pages=30, max_model_len=200, host_tier_gib=host_tier_gib)
+    answers, stats = both(tiny_text_dir, params, num_pages=17, max_model_len=100, host_tier_gib=host_tier_gib)
     assert answers == unlimited
     assert stats.preemptions > 0
     assert (stats.resumed_tokens > 0) == bool(host_tier_gib)
