@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import nn
 
+from arbi_core.kernels.device import uses_triton
+from arbi_core.kernels.gated import gated
+from arbi_core.kernels.qk_rope import HeadNorms, qk_rope
 from arbi_core.model.embedding import VocabParallelEmbedding
 from arbi_core.model.linear import MergedColumnParallelLinear, ParallelLMHead, RowParallelLinear
 from arbi_core.model.norm import RMSNorm
-from arbi_core.model.rope import RopeSpec, RotaryEmbedding, rotate
+from arbi_core.model.rope import RopeSpec, RotaryEmbedding
 
 if TYPE_CHECKING:
     from arbi_core.model.base import BuildContext, LayerCall
@@ -77,9 +79,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, hidden)`` to the same shape."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        activated = F.silu(gate) if self._silu else F.gelu(gate, approximate="tanh")
-        return self._down(activated.mul_(up))
+        return self._down(gated(self._gate_up(x), silu=self._silu))
 
 
 class SelfAttention(nn.Module):
@@ -109,18 +109,13 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(layer.head_dim, spec.norm_eps, dtype=ctx.dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(layer.head_dim, spec.norm_eps, dtype=ctx.dtype) if spec.qk_norm else None
         self._qkv, self._output = self.qkv.forward, self.output.forward
-        self._norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        self._norms = None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm, self.k_norm)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: LayerCall) -> torch.Tensor:
         """``(N, hidden)`` to the same shape; `cos` and `sin` as from `RotaryEmbedding.at`."""
         heads, kv_heads, tokens = self.heads, self.kv_heads, x.shape[0]
         both, v = torch.split_with_sizes(self._qkv(x).view(tokens, -1, self.head_dim), (heads + kv_heads, kv_heads), 1)
-        if self._norms is not None:
-            q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
-            both = torch.cat((self._norms[0].forward(q), self._norms[1].forward(k)), dim=1)
-        if self.rotates:
-            both = rotate(both, cos, sin)
-        q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
+        q, k = qk_rope(both, heads, self._norms, (cos, sin) if self.rotates else None)
         return self._output(attend(q, k, v).view(tokens, -1))
 
 
@@ -165,7 +160,9 @@ class Decoder(nn.Module):
         residual = self.embed(batch.input_ids)
         if self._rope is None:
             self._rope = RotaryEmbedding(*self._rope_args, device=residual.device)
-        cos, sin = self._rope.at(batch.positions, residual.dtype)
+        # Kernels compute in float32 and take the exact table; plain torch would pay for the wider product.
+        dtype = torch.float32 if uses_triton(residual) else residual.dtype
+        cos, sin = self._rope.at(batch.positions, dtype)
         delta: torch.Tensor | None = None
         for (input_norm, attention, mlp_norm, mlp), attend in zip(self._parts, layers, strict=True):
             x = input_norm.forward(residual) if delta is None else input_norm.add(delta, residual)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from arbi_core.kernels.rms_norm import add_rms_norm, rms_norm
 from arbi_core.model.loadable import LoadableModule
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RMSNorm(LoadableModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., size)`` to the same shape."""
         if self._scaled is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         # hypot(|x|, sqrt(n eps)) is sqrt(n) times the root of the mean square plus eps: four small operations where
         # the composite has eight, which is what one decode row costs.
         length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self._floor)
@@ -54,4 +54,6 @@ class RMSNorm(LoadableModule):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` IN PLACE and return the norm of the sum."""
+        if self._scaled is None:
+            return add_rms_norm(x, residual, self.weight, self.eps)
         return self.forward(residual.add_(x))

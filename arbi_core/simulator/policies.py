@@ -84,8 +84,14 @@ def share_equal(
     return given
 
 
-def share_first(part: int) -> Share:
-    """The scheduler's rule with 1 in `part` for the first in order; it takes of the rest only what nobody else can."""
+def share_first(part: int, *, rejoins: bool = False) -> Share:
+    """The scheduler's rule with 1 in `part` for the first in order.
+
+    Args:
+        part: one in so many tokens is for the first.
+        rejoins: whether the first also has the rest while it has least left, as anybody else; the scheduler gives it
+            only what nobody else can use.
+    """
 
     def share(
         remaining: Sequence[int],
@@ -98,13 +104,14 @@ def share_first(part: int) -> Share:
         if not remaining:
             return []
         limit = budget if batch_budget is None else min(budget, batch_budget)
-        bulk = bool(batch) and batch[0]
-        most = min(remaining[0], chunk, limit if bulk else budget)
-        first = min(most, -(-budget // part))
-        limit -= first if bulk else 0
-        others = share_shortest(remaining[1:], budget - first, chunk, batch=batch[1:], batch_budget=limit)
-        left = (limit if bulk else budget - first) - sum(others)
-        return [min(most, first + left), *others]
+        bulk = list(batch) or [False] * len(remaining)
+        most = [min(r, chunk) for r in remaining]
+        first = min(most[0], -(-budget // part), limit if bulk[0] else budget)
+        most[0] -= first
+        left = [remaining[0] - first, *remaining[1:]]
+        order = sorted(range(len(left)), key=lambda i: (not (i or rejoins), bulk[i], left[i], i))
+        rest = _in_order(order, most, budget - first, chunk, batch, limit - (first if bulk[0] else 0))
+        return [first + rest[0], *rest[1:]]
 
     return share
 
@@ -113,6 +120,7 @@ SHARES: dict[str, Share] = {
     "quarter": share_prefill,
     "halves": share_first(2),
     "eighth": share_first(8),
+    "quarter-rejoins": share_first(4, rejoins=True),
     "fcfs": share_fcfs,
     "equal": share_equal,
     "shortest": share_shortest,
@@ -148,7 +156,8 @@ class Policies:
 
     Attributes:
         prefill_share: how a step's prefill tokens are divided: ``quarter`` to the first in order (the scheduler's),
-            ``halves``, ``eighth``, ``fcfs``, ``equal``, ``shortest``.
+            ``halves``, ``eighth``, ``quarter-rejoins`` (which lets the first have the rest too, while it has least
+            left), ``fcfs``, ``equal``, ``shortest``.
         prefill_order: which prompt comes first in that: the least ``served`` tenant's, by ``arrival``, or by
             ``admission``; interactive work always precedes batch work.
         tenant_order: who starts next: the least ``served`` tenant, or by ``arrival``, whoever asks.

@@ -1,0 +1,1 @@
+"""Triton forms of the operations: imported only where Triton runs."""
