@@ -50,7 +50,12 @@ class BackendContext:
 
 
 class MetadataBuilder(Protocol):
-    """Turns one step's batch into what this kind's ops need (index tensors, split plans)."""
+    """Turns one step's batch into what this kind's ops need (index tensors, split plans).
+
+    A builder with an attribute ``capturable = True`` promises that in decode steps (``batch.is_decode``) it and the ops
+    of its kind read nothing but device tensors, launch the same kernels for the same number of rows whatever those
+    tensors hold, and never wait for the device: such steps are recorded as CUDA graphs.
+    """
 
     def build(self, batch: ForwardBatch) -> Any:
         """Return the step's metadata. Must not synchronise with the device."""

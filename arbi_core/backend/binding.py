@@ -105,6 +105,11 @@ class LayerBinding:
         return any(s.rows for s in self._storage)
 
     @property
+    def capturable(self) -> bool:
+        """Whether decode steps may be recorded as CUDA graphs."""
+        return all(getattr(b, "capturable", False) for b in self._builders.values())
+
+    @property
     def fold_grid(self) -> int:
         """Tokens on whose multiples a prefill may be cut without changing a bit of any recurrent state."""
         return math.lcm(*(s.fold_grid for s in self._storage)) if self._storage else 1

@@ -83,6 +83,7 @@ class ModelConfig:
         None, "Longest context in tokens; default: what the model was trained for.", low=1
     )
     device: str = option("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
+    enforce_eager: bool = option(False, "Launch every kernel of a decode step instead of replaying CUDA graphs.")
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
     skip_tokenizer_init: bool = option(False, "Serve token ids only; no text in or out.")
 

@@ -31,6 +31,7 @@ ARGUMENTS = {
     "load_format": "model.load_format",
     "max_model_len": "model.max_model_len",
     "device": "model.device",
+    "enforce_eager": "model.enforce_eager",
     "seed": "model.seed",
     "skip_tokenizer_init": "model.skip_tokenizer_init",
     "kv_cache_dtype": "cache.kv_dtype",
@@ -69,13 +70,13 @@ class LLM:
     Args:
         model: directory, ``.gguf`` file, hub id, or ``demo``.
         config: a whole configuration to start from; keyword arguments win over it.
-        **arguments: any of ``tokenizer``, ``dtype``, ``load_format``, ``max_model_len``, ``device``, ``seed``,
-            ``skip_tokenizer_init``, ``kv_cache_dtype``, ``page_size``, ``num_pages``, ``gpu_memory_utilization``,
-            ``cpu_kv_gib``, ``enable_prefix_caching``, ``backends``, ``max_num_seqs``, ``max_num_batched_tokens``,
-            ``max_prefill_chunk``, ``executor``, ``tensor_parallel_size``, ``async_output``, ``host_tier_gib``,
-            ``disk_tier_dir``, ``disk_tier_gib``, ``disk_tier_encrypt``, ``tier_ttl_s``, ``tier_min_tokens``,
-            ``disk_tier_min_tokens``, ``savepoint_gib``, ``plugins`` (sections by plugin name), ``plugins_only``;
-            each is the setting of that name, see ``arbi serve --help``.
+        **arguments: any of ``tokenizer``, ``dtype``, ``load_format``, ``max_model_len``, ``device``,
+            ``enforce_eager``, ``seed``, ``skip_tokenizer_init``, ``kv_cache_dtype``, ``page_size``, ``num_pages``,
+            ``gpu_memory_utilization``, ``cpu_kv_gib``, ``enable_prefix_caching``, ``backends``, ``max_num_seqs``,
+            ``max_num_batched_tokens``, ``max_prefill_chunk``, ``executor``, ``tensor_parallel_size``,
+            ``async_output``, ``host_tier_gib``, ``disk_tier_dir``, ``disk_tier_gib``, ``disk_tier_encrypt``,
+            ``tier_ttl_s``, ``tier_min_tokens``, ``disk_tier_min_tokens``, ``savepoint_gib``, ``plugins`` (sections by
+            plugin name), ``plugins_only``; each is the setting of that name, see ``arbi serve --help``.
 
     Raises:
         ConfigError: an unknown argument or a bad value.

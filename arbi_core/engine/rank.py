@@ -21,6 +21,7 @@ from arbi_core.loader.progress import NoProgress, Progress
 from arbi_core.loader.resolve import LoadedConfig, prepare
 from arbi_core.model.base import BuildContext
 from arbi_core.runner.blob_files import BlobFiles
+from arbi_core.runner.graphs import CudaRecorder
 from arbi_core.runner.host_store import HostStore
 from arbi_core.runner.runner import ModelRunner
 from arbi_core.sampler.sampler import Sampler
@@ -100,7 +101,16 @@ def build_rank(config: ServerConfig, registry: Registry, ranks: Ranks, progress:
         config, binding, ctx, explicit_len=config.model.max_model_len is not None, agree_min=ranks.agree_min
     )
     binding.allocate(pages.num_pages, ctx.max_num_seqs + 1)
-    runner = ModelRunner(model, binding, Sampler(registry.logits_processors), ctx, _store(config.cache, binding))
+    graphs = device.type == "cuda" and binding.capturable and not config.model.enforce_eager
+    runner = ModelRunner(
+        model,
+        binding,
+        Sampler(registry.logits_processors),
+        ctx,
+        _store(config.cache, binding),
+        CudaRecorder() if graphs else None,
+    )
+    runner.record_graphs()
     return BuiltRank(runner, loaded, ctx, backends, pages, held, time.monotonic() - start)
 
 

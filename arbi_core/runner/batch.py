@@ -34,6 +34,9 @@ class ForwardBatch:
         max_query_len: longest row of this step, in tokens.
         max_seq_len: longest context of this step, in tokens.
         is_decode: every row has exactly one token.
+
+    Decode steps may be padded with rows of one token on the null page. Where all kinds of state are capturable (see
+    `arbi_core.backend.base.MetadataBuilder`), decode steps leave `block_table_host` empty.
     """
 
     input_ids: torch.Tensor

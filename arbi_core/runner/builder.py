@@ -72,13 +72,24 @@ class BatchBuilder:
         max_num_tokens: most tokens of a step.
         page_size: tokens per page.
         device: where the tensors live.
+        host_tables: fill ``block_table_host`` in decode steps too; only kinds that are not capturable read it there.
     """
 
     def __init__(
-        self, table: RowTable, max_num_seqs: int, max_num_tokens: int, page_size: int, device: torch.device
+        self,
+        table: RowTable,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        host_tables: bool = True,
     ) -> None:
+        max_num_tokens = max(max_num_tokens, max_num_seqs)
         self._table = table
         self._page_size = page_size
+        self._shared = device.type == "cpu"
+        self._host_tables = host_tables or self._shared
         self._ids = _Buffer((max_num_tokens,), torch.int64, device)
         self._positions = _Buffer((max_num_tokens,), torch.int64, device)
         self._slots = _Buffer((max_num_tokens,), torch.int64, device)
@@ -86,13 +97,25 @@ class BatchBuilder:
         self._lens = _Buffer((max_num_seqs,), torch.int32, device)
         self._state_rows = _Buffer((max_num_seqs,), torch.int64, device)
         self._logit_rows = _Buffer((max_num_seqs,), torch.int64, device)
-        self._decode = _Buffer((max_num_seqs,), torch.int64, device)
+        self._rows = _Buffer((max_num_seqs,), torch.int64, device)
         self._draws = _Buffer((max_num_seqs,), torch.int64, device)
         self._blocks = _Buffer((max_num_seqs, table.block_table.shape[1]), torch.int32, device)
         self._all = [v for v in vars(self).values() if isinstance(v, _Buffer)]
 
-    def build(self, plan: StepPlan) -> BuiltStep:
-        """Return the step's batch; its tensors are valid until the next call."""
+    def padding(self, rows: int) -> ForwardBatch:
+        """A decode step of nothing but padding rows, as long as any may become: what a graph is recorded from."""
+        batch = self.build(StepPlan(index=0), rows).batch
+        batch.max_seq_len = batch.block_table.shape[1] * self._page_size
+        return batch
+
+    def build(self, plan: StepPlan, padded: int | None = None) -> BuiltStep:
+        """Return the step's batch; its tensors are valid until the next call.
+
+        Args:
+            plan: the step.
+            padded: rows that a step of decoding rows alone is filled up to. Its block table then has its full width,
+                so that every tensor of the batch lies where it lay before.
+        """
         for buffer in self._all:
             buffer.advance()
         table, size = self._table, self._page_size
@@ -100,6 +123,10 @@ class BatchBuilder:
         slots = plan.decode
         if chunks:
             slots = np.concatenate((slots, [c.slot for c in chunks]))
+        drawing = len(slots)
+        if padded is not None:
+            slots = np.concatenate((slots, np.full(padded - drawing, table.padding)))
+            decoding = padded
         count = len(slots)
         lens = np.ones(count, dtype=np.int64)
         lens[decoding:] = [c.num_tokens for c in chunks]
@@ -116,12 +143,15 @@ class BatchBuilder:
         self._positions.host[:total] = positions
         pages = table.block_table[slots[row_of], positions // size]
         self._slots.host[:total] = pages.astype(np.int64) * size + positions % size
-        ids = self._fill_ids(plan, cu, total)
+        self._rows.host[:count] = slots
+        rows = self._rows.upload(count)
+        ids = self._fill_ids(plan, cu, total, decoding, rows)
 
-        width = max(1, -(-int(ends.max()) // size))
-        self._blocks.host[:count, :width] = table.block_table[slots, :width]
+        width = max(1, -(-int(ends.max()) // size)) if padded is None else table.block_table.shape[1]
+        block_table, block_table_host = self._block_table(slots, rows, width, needed=bool(chunks))
         draws = np.ones(count, dtype=bool)
         draws[decoding:] = [c.samples for c in chunks]
+        draws[drawing:] = False
         logit_rows = (cu[1:] - 1)[draws]
         self._logit_rows.host[: len(logit_rows)] = logit_rows
         draw_slots = slots[draws]
@@ -132,12 +162,12 @@ class BatchBuilder:
             cu_seqlens_q=self._cu.upload(count + 1),
             seq_lens=self._lens.upload(count),
             slot_mapping=self._slots.upload(total),
-            block_table=self._blocks.upload(count, width),
+            block_table=block_table,
             state_rows=self._state_rows.upload(count),
             logit_rows=self._logit_rows.upload(len(logit_rows)),
             cu_seqlens_q_host=cu,
             seq_lens_host=self._lens.host[:count],
-            block_table_host=self._blocks.host[:count, :width],
+            block_table_host=block_table_host,
             state_rows_host=self._state_rows.host[:count],
             page_size=size,
             num_tokens=total,
@@ -145,17 +175,28 @@ class BatchBuilder:
             max_seq_len=int(ends.max()),
             is_decode=total == count,
         )
-        table.computed[slots] = ends
+        table.computed[slots[:drawing]] = ends[:drawing]
         return BuiltStep(batch, draw_slots, self._draws.upload(len(draw_slots)))
 
-    def _fill_ids(self, plan: StepPlan, cu: np.ndarray, total: int) -> torch.Tensor:
+    def _block_table(
+        self, slots: np.ndarray, rows: torch.Tensor, width: int, *, needed: bool
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Rows of the block table on the device, and their host twin where somebody reads it."""
+        count = len(slots)
+        host = self._blocks.host[: count if needed or self._host_tables else 0, :width]
+        if len(host):
+            host[:] = self._table.block_table[slots, :width]
+        device = self._blocks.device[:count]
+        if not self._shared:
+            torch.index_select(self._table.device_blocks, 0, rows, out=device)
+        return device[:, :width], host
+
+    def _fill_ids(self, plan: StepPlan, cu: np.ndarray, total: int, decoding: int, rows: torch.Tensor) -> torch.Tensor:
         """Decode rows take their newest token on the device; chunks are copied from what the host knows."""
-        decoding = len(plan.decode)
         for i, chunk in enumerate(plan.chunks, start=decoding):
             first = int(self._table.computed[chunk.slot])
             self._ids.host[cu[i] : cu[i + 1]] = self._table.row(chunk.slot).tokens[first : first + chunk.num_tokens]
         ids = self._ids.upload(total, start=decoding)
         if decoding:
-            self._decode.host[:decoding] = plan.decode
-            torch.index_select(self._table.last_token, 0, self._decode.upload(decoding), out=ids[:decoding])
+            torch.index_select(self._table.last_token, 0, rows[:decoding], out=ids[:decoding])
         return ids

@@ -26,7 +26,7 @@ class Row:
 
 
 class RowTable:
-    """The running rows.
+    """The running rows, and one slot behind them, `padding`, that is always empty: null pages, token 0 at position 0.
 
     Args:
         max_num_seqs: slots.
@@ -38,16 +38,22 @@ class RowTable:
         num_pages: ``(slots,)`` int64, filled entries of the block table.
         computed: ``(slots,)`` int64, tokens whose state is written once the steps dispatched so far have run.
         state_row: ``(slots,)`` int64.
+        device_blocks: ``(slots, max_pages)`` int32 on the device: the block table, kept up with by what plans change;
+            entries beyond a row's pages are stale. On the CPU it shares the block table's memory.
         last_token: ``(slots,)`` int64 on the device, the newest draw; it never has to come to the host to be fed back.
     """
 
     def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
-        self.rows: list[Row | None] = [None] * max_num_seqs
-        self.block_table = np.zeros((max_num_seqs, max_pages), dtype=np.int32)
-        self.num_pages = np.zeros(max_num_seqs, dtype=np.int64)
-        self.computed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.state_row = np.zeros(max_num_seqs, dtype=np.int64)
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.padding = max_num_seqs
+        slots = max_num_seqs + 1
+        self.rows: list[Row | None] = [None] * slots
+        self.block_table = np.zeros((slots, max_pages), dtype=np.int32)
+        self.num_pages = np.zeros(slots, dtype=np.int64)
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.state_row = np.zeros(slots, dtype=np.int64)
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+        table = torch.from_numpy(self.block_table)
+        self.device_blocks = table if device.type == "cpu" else table.to(device)
 
     def row(self, slot: int) -> Row:
         """The row in a slot. Raises `KeyError` for an empty one."""
@@ -67,6 +73,23 @@ class RowTable:
         for slot, page in plan.new_pages:
             self.block_table[slot, self.num_pages[slot]] = page
             self.num_pages[slot] += 1
+        if self.device_blocks.device.type != "cpu" and (plan.admitted or plan.new_pages):
+            self._upload(plan)
+
+    def _upload(self, plan: StepPlan) -> None:
+        """Write what the plan changes into the device's table, in one small copy."""
+        width = self.block_table.shape[1]
+        places = [np.arange(a.slot * width, a.slot * width + len(a.pages)) for a in plan.admitted]
+        grown: dict[int, int] = {}
+        for slot, _ in plan.new_pages:
+            grown[slot] = grown.get(slot, 0) + 1
+        for slot, count in grown.items():
+            end = slot * width + int(self.num_pages[slot])
+            places.append(np.arange(end - count, end))
+        index = np.concatenate(places)
+        both = torch.from_numpy(np.stack((index, self.block_table.reshape(-1)[index]))).pin_memory()
+        sent = both.to(self.device_blocks.device, non_blocking=True)
+        self.device_blocks.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
     def _admit(self, admitted: AdmitRow) -> None:
         slot, count = admitted.slot, len(admitted.pages)
