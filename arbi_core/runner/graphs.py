@@ -36,7 +36,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool; the largest comes first, so that the others fit into its memory."""
+    """Records CUDA graphs that share one memory pool; the largest comes first, so that the others fit into it."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
