@@ -13,7 +13,7 @@ FIRST_PART = 4
 def share_prefill(
     remaining: Sequence[int], budget: int, chunk: int, *, batch: Sequence[bool] = (), batch_budget: int | None = None
 ) -> list[int]:
-    """Divide a token budget: a quarter to the first in order, the rest to whoever has least left.
+    """Divide a token budget: a quarter to the first in order, the rest to whoever has least left, the first among them.
 
     The quarter keeps a long prompt moving whatever arrives behind it: every prompt becomes the first in order some
     time, and from then on gets a quarter of every step. The rest lets a short prompt pass a long one: it waits for
@@ -44,7 +44,6 @@ def share_prefill(
         left -= n if bulk[i] else 0
 
     give(0, -(-budget // FIRST_PART))
-    for i in sorted(range(1, len(remaining)), key=lambda i: (bulk[i], remaining[i], i)):
+    for i in sorted(range(len(remaining)), key=lambda i: (bulk[i], remaining[i] - given[i], i)):
         give(i, budget)
-    give(0, budget)
     return given

