@@ -12,7 +12,7 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("ARBI_TORCH", "torch==2.13.0")
 """Which torch the sessions install; any from 2.11 on will do."""
 
-PLUGINS = ["plugins/gguf"]
+PLUGINS = ["plugins/gguf", "plugins/tkv"]
 TEST_DEPS = [
     "accelerate",
     "cryptography",
@@ -26,6 +26,7 @@ TEST_DEPS = [
     "pytest-timeout",
     "sentencepiece",
     "transformers>=5.2,<6",
+    "triton==3.6.0; platform_system == 'Linux'",
 ]
 CODE = ["arbi_core", "plugins", "tests", "benchmarks", "docs/example_plugin", "noxfile.py"]
 
@@ -75,6 +76,7 @@ def types(session: nox.Session) -> None:
     session.install("mypy==2.4.1")
     session.run("mypy", "-p", "arbi_core")
     session.run("mypy", "-p", "arbi_plugin_gguf")
+    session.run("mypy", "-p", "arbi_plugin_tkv")
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["configure", "run"]
@@ -45,6 +46,15 @@ def _table(report: Any) -> None:
         table.add_column(column, overflow="fold")
     colours = {"active": "green", "broken": "red", "disabled": "dim"}
     for p in report:
-        offers = p.reason if p.reason else "\n".join(p.offers) or "commands or notifications"
+        offers = p.reason if p.reason else _by_kind(p.offers) or "commands or notifications"
         table.add_row(p.name, f"{p.distribution} {p.version}", f"[{colours[p.status]}]{p.status}[/]", offers)
     Console().print(table)
+
+
+def _by_kind(offers: Sequence[str]) -> str:
+    """One line a kind: a plugin may offer dozens of names."""
+    kinds: dict[str, list[str]] = {}
+    for offer in offers:
+        kind, _, name = offer.rpartition(" ")
+        kinds.setdefault(kind, []).append(name)
+    return "\n".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())

@@ -1,0 +1,1 @@
+"""TKV: a compressed KV cache for arbi."""

@@ -1,0 +1,1 @@
+"""What is learned from a model's own queries, keys and values, and the file that carries it."""

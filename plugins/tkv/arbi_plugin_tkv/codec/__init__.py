@@ -1,0 +1,1 @@
+"""The codec as a library of pure functions over tensors; `layout` is torch-free."""
