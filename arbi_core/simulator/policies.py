@@ -84,13 +84,13 @@ def share_equal(
     return given
 
 
-def share_first(part: int, *, rejoins: bool = False) -> Share:
+def share_first(part: int, *, rejoins: bool = True) -> Share:
     """The scheduler's rule with 1 in `part` for the first in order.
 
     Args:
         part: one in so many tokens is for the first.
-        rejoins: whether the first also has the rest while it has least left, as anybody else; the scheduler gives it
-            only what nobody else can use.
+        rejoins: whether the first also has the rest while it has least left, as anybody else (the scheduler's way);
+            otherwise it gets only what nobody else can use.
     """
 
     def share(
@@ -120,7 +120,7 @@ SHARES: dict[str, Share] = {
     "quarter": share_prefill,
     "halves": share_first(2),
     "eighth": share_first(8),
-    "quarter-rejoins": share_first(4, rejoins=True),
+    "quarter-last": share_first(4, rejoins=False),
     "fcfs": share_fcfs,
     "equal": share_equal,
     "shortest": share_shortest,
@@ -156,8 +156,8 @@ class Policies:
 
     Attributes:
         prefill_share: how a step's prefill tokens are divided: ``quarter`` to the first in order (the scheduler's),
-            ``halves``, ``eighth``, ``quarter-rejoins`` (which lets the first have the rest too, while it has least
-            left), ``fcfs``, ``equal``, ``shortest``.
+            ``halves``, ``eighth``, ``quarter-last`` (where the first has more only if nobody else can use it),
+            ``fcfs``, ``equal``, ``shortest``.
         prefill_order: which prompt comes first in that: the least ``served`` tenant's, by ``arrival``, or by
             ``admission``; interactive work always precedes batch work.
         tenant_order: who starts next: the least ``served`` tenant, or by ``arrival``, whoever asks.

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from arbi_core.cli.main import main
 from arbi_core.errors import ConfigError
+from arbi_core.scheduler.shares import share_prefill
 from arbi_core.simulator import PRESETS, WORKLOADS, make_workload, read_trace, write_trace
 from arbi_core.simulator.cost import override
 from arbi_core.simulator.fairness import FairShares, jain
-from arbi_core.simulator.policies import SHARES
+from arbi_core.simulator.policies import SHARES, share_first
 from arbi_core.simulator.trace import Stream, TraceRequest
 
 
@@ -69,8 +70,12 @@ def test_streams_name_text_by_segment_and_position():
 def test_shares_never_exceed_what_there_is(remaining, budget, chunk, data):
     batch = sorted(data.draw(st.lists(st.booleans(), min_size=len(remaining), max_size=len(remaining))))
     limit = data.draw(st.none() | st.integers(0, budget))
+    terms = {"batch": batch, "batch_budget": limit}
+    own = share_prefill(remaining, budget, chunk, **terms)
+    rejoining = share_first(4, rejoins=True)(remaining, budget, chunk, **terms)
+    assert rejoining == own, "halves and eighth are to differ from the scheduler's in the part alone"
     for name, share in SHARES.items():
-        given_ = share(remaining, budget, chunk, batch=batch, batch_budget=limit)
+        given_ = share(remaining, budget, chunk, **terms)
         assert len(given_) == len(remaining), name
         assert all(0 <= g <= min(r, chunk) for g, r in zip(given_, remaining, strict=True)), name
         assert sum(given_) <= budget, name
@@ -78,6 +83,29 @@ def test_shares_never_exceed_what_there_is(remaining, budget, chunk, data):
             assert sum(g for g, b in zip(given_, batch, strict=True) if b) <= limit, name
         elif chunk >= budget:
             assert sum(given_) == min(budget, sum(remaining)), f"{name} leaves tokens unused"
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("quarter", [700, 100, 0]),
+        ("halves", [700, 100, 0]),
+        ("eighth", [100, 100, 600]),
+        ("quarter-last", [200, 100, 500]),
+        ("shortest", [0, 100, 700]),
+        ("fcfs", [800, 0, 0]),
+        ("equal", [350, 100, 350]),
+    ],
+)
+def test_what_the_first_in_order_gets(name, shares):
+    assert SHARES[name]([950, 100, 800], 800, 800) == shares
+
+
+def test_only_the_last_keeps_the_first_to_its_part():
+    assert list(SHARES)[0] == "quarter"
+    assert SHARES["quarter"] is share_prefill
+    assert SHARES["quarter-last"]([900], 800, 800) == [800]
+    assert SHARES["quarter-last"]([900, 100], 800, 800) == [700, 100]
 
 
 def test_fair_shares_follow_weights_and_demand():

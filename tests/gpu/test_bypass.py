@@ -71,6 +71,6 @@ def test_preemption_and_prefix_hits_change_no_text(tiny_dir):
             texts.append([o.outputs[0].token_ids for o in outputs])
             stats = llm.stats
             assert stats.pages_free == stats.pages_total
-            assert stats.cached_tokens > 0
+            assert (stats.cached_tokens > 0) == (pages == 160)
             assert (stats.preemptions > 0) == (pages == 20)
     assert texts[0] == texts[1]
