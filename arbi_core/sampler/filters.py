@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from arbi_core.sampler.host_copy import upload
 from arbi_core.sampler.params import SamplingParams
 
 __all__ = ["candidates", "min_p_mask"]
@@ -38,9 +39,9 @@ def candidates(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[
     vocab = logits.shape[1]
     device = logits.device
     top_k = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    top_p = torch.tensor([p.top_p for p in params], device=device).unsqueeze(-1)
-    min_p = torch.tensor([p.min_p for p in params], device=device)
-    limited = torch.tensor([k if k else vocab for k in top_k], device=device).unsqueeze(-1)
+    top_p = upload([p.top_p for p in params], torch.float32, device).unsqueeze(-1)
+    min_p = upload([p.min_p for p in params], torch.float32, device)
+    limited = upload([k if k else vocab for k in top_k], torch.int64, device).unsqueeze(-1)
     total = logits.logsumexp(-1, keepdim=True) if not all(top_k) else None
     cut = min(vocab, max((k or FIRST_CUT) for k in top_k))
     while True:

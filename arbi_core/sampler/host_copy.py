@@ -1,4 +1,4 @@
-"""Brings small tensors to the host without holding up the device."""
+"""Moves small tensors between host and device without holding up either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["HostCopy"]
+__all__ = ["HostCopy", "upload"]
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``(n,)`` tensor on `device`. The copy takes its place in the stream; a plain one would wait for the device."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class HostCopy:

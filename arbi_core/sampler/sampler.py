@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from arbi_core.engine.messages import TokenLogprobs
 from arbi_core.sampler.filters import candidates, min_p_mask
-from arbi_core.sampler.host_copy import HostCopy
+from arbi_core.sampler.host_copy import HostCopy, upload
 from arbi_core.sampler.logprobs import entries, score_tokens
 from arbi_core.sampler.noise import draw, row_uniform
 from arbi_core.sampler.params import SamplingParams
@@ -124,7 +124,7 @@ class Sampler:
         counts = tuple(rows[i].params.logprobs or 0 for i in asked)
         scores: tuple[torch.Tensor, ...] = ()
         if asked:
-            index = torch.tensor(asked, device=logits.device)
+            index = upload(asked, torch.int64, logits.device)
             scores = score_tokens(logits[index], tokens[index], counts).tensors
         return SamplerOutput(tokens, HostCopy((tokens, best, *scores)), asked, counts)
 
@@ -145,13 +145,13 @@ class Sampler:
                 row.counts.update(row.output_token_ids)
                 row.counts.apply(logits[i], params)
             if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), device=logits.device)
-                logits[i, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+                ids = upload(list(params.logit_bias), torch.int64, logits.device)
+                logits[i, ids] += upload(list(params.logit_bias.values()), torch.float32, logits.device)
         self._process(logits, rows, active)
         for i in active:
             row = rows[i]
             if row.stop_token_ids and row.position < row.params.min_tokens:
-                logits[i, torch.tensor(sorted(row.stop_token_ids), device=logits.device)] = -torch.inf
+                logits[i].index_fill_(0, upload(sorted(row.stop_token_ids), torch.int64, logits.device), -torch.inf)
         return logits
 
     def _process(self, logits: torch.Tensor, rows: Sequence[SamplerRow], active: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class Sampler:
         names = dict.fromkeys(n for i in active for n in rows[i].params.logits_processors)
         for name in names:
             chosen = [i for i in active if name in rows[i].params.logits_processors]
-            index = torch.tensor(chosen, device=logits.device)
+            index = upload(chosen, torch.int64, logits.device)
             logits[index] = self._processors[name].apply(logits[index], [rows[i] for i in chosen])
 
     # -- draws ------------------------------------------------------------------------------------------------------
@@ -169,18 +169,19 @@ class Sampler:
     ) -> torch.Tensor:
         """Replace the greedy choice of the rows that draw."""
         filtered = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1]
-        plain = [i for i in drawn if i not in set(filtered)]
-        tokens = tokens.clone()
+        filtering = set(filtered)
+        plain = [i for i in drawn if i not in filtering]
+        device = logits.device
         if plain:
             scaled, uniforms = self._prepare(logits, rows, plain)
             if any(rows[i].params.min_p for i in plain):
-                scaled = min_p_mask(scaled, torch.tensor([rows[i].params.min_p for i in plain], device=logits.device))
-            tokens[plain] = draw(scaled, uniforms)
+                scaled = min_p_mask(scaled, upload([rows[i].params.min_p for i in plain], torch.float32, device))
+            tokens = _put(tokens, plain, draw(scaled, uniforms))
         if filtered:
             scaled, uniforms = self._prepare(logits, rows, filtered)
             values, index = candidates(scaled, [rows[i].params for i in filtered])
             choice = draw(values, uniforms).unsqueeze(-1)
-            tokens[filtered] = index.gather(-1, choice).squeeze(-1)
+            tokens = _put(tokens, filtered, index.gather(-1, choice).squeeze(-1))
         return tokens
 
     def _prepare(
@@ -188,11 +189,18 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits divided by temperature, shifted so that the best is 0 (tiny temperatures then cannot overflow)."""
         device = logits.device
-        chosen = logits if len(which) == logits.shape[0] else logits[torch.tensor(which, device=device)]
-        temperature = torch.tensor([rows[i].params.temperature for i in which], device=device).unsqueeze(-1)
+        chosen = logits if len(which) == logits.shape[0] else logits.index_select(0, upload(which, torch.int64, device))
+        temperature = upload([rows[i].params.temperature for i in which], torch.float32, device).unsqueeze(-1)
         uniforms = [row_uniform(rows[i].base_seed, rows[i].position) for i in which]
         scaled = (chosen - chosen.amax(-1, keepdim=True)) / temperature
-        return scaled, torch.tensor(uniforms, dtype=torch.float64, device=device)
+        return scaled, upload(uniforms, torch.float64, device)
+
+
+def _put(tokens: torch.Tensor, rows: list[int], drawn: torch.Tensor) -> torch.Tensor:
+    """`tokens` with those of some rows replaced."""
+    if len(rows) == len(tokens):
+        return drawn
+    return tokens.index_copy(0, upload(rows, torch.int64, tokens.device), drawn)
 
 
 def _errors(best: torch.Tensor) -> dict[int, str]:
