@@ -102,7 +102,7 @@ def test_what_the_first_in_order_gets(name, shares):
 
 
 def test_only_the_last_keeps_the_first_to_its_part():
-    assert list(SHARES)[0] == "quarter"
+    assert next(iter(SHARES)) == "quarter"
     assert SHARES["quarter"] is share_prefill
     assert SHARES["quarter-last"]([900], 800, 800) == [800]
     assert SHARES["quarter-last"]([900, 100], 800, 800) == [700, 100]
