@@ -73,7 +73,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy, strict."""
     install_arbi(session)
-    session.install("mypy==2.4.1")
+    session.install("mypy==2.4.1", "cryptography")
     session.run("mypy", "-p", "arbi_core")
     session.run("mypy", "-p", "arbi_plugin_gguf")
     session.run("mypy", "-p", "arbi_plugin_tkv")

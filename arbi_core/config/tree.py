@@ -6,6 +6,7 @@ Each field's ``metadata["help"]`` is its help text on the command line and in th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from attrs import Attribute, field, frozen
@@ -49,6 +50,8 @@ def option(
         name = f"{getattr(type(owner), 'SECTION', '')}.{attribute.name}".lstrip(".")
         if value is None:
             return
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(name, f"{value!r} is no usable number", "a finite one")
         if choices and value not in choices:
             raise ConfigError(name, f"{value!r} is not one of the choices", "one of: " + ", ".join(choices))
         if low is not None and value < low:

@@ -195,7 +195,7 @@ def parse_tenant_limits(entries: Iterable[str]) -> dict[str, TenantLimits]:
         first = next((i for i, part in enumerate(parts) if "=" in part), len(parts))
         name = ":".join(parts[:first])
         if not name or first == len(parts):
-            raise ConfigError(where, f"{entry!r} is no NAME:key=value", "for example alice:weight=2:max_running=8")
+            raise ConfigError(where, f"{entry!r} is no NAME:key=value", "for example team-a:weight=2:max_running=8")
         limits = TenantLimits()
         for part in parts[first:]:
             key, equals, value = part.partition("=")
