@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from arbi_core.errors import BackendError
+from arbi_core.errors import BackendError, OutOfMemoryError
 from arbi_core.spec import NONE, LayerSpec, StateKind, StorageSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -116,10 +116,19 @@ class LayerBinding:
 
     def allocate(self, num_pages: int, num_rows: int) -> None:
         """Make the state tensors, zeroed; page 0 and row 0 are the null page and the zero sentinel."""
-        self._states = [
-            {t.name: self._tensor(num_pages, t) for t in s.pages} | {t.name: self._tensor(num_rows, t) for t in s.rows}
-            for s in self._storage
-        ]
+        try:
+            self._states = [
+                {t.name: self._tensor(num_pages, t) for t in s.pages}
+                | {t.name: self._tensor(num_rows, t) for t in s.rows}
+                for s in self._storage
+            ]
+        except (MemoryError, torch.OutOfMemoryError, ValueError) as exc:
+            self._states = []
+            need = (num_pages * self.page_bytes + num_rows * self.row_bytes) / 2**30
+            raise OutOfMemoryError(
+                f"{num_pages} pages of {self.page_bytes} bytes and {num_rows} rows of {self.row_bytes} take "
+                f"{need:.2f} GiB, which {self._ctx.device} does not have; lower --num-pages or --max-num-seqs"
+            ) from exc
         for layer, call in zip(self._layers, self.calls, strict=True):
             source = layer.index if layer.kv_source_layer is None else layer.kv_source_layer
             call.bind(self._op(layer), self._states[source])

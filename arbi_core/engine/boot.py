@@ -217,6 +217,8 @@ def _check_tiers(config: ServerConfig) -> None:
         raise ConfigError(
             "cache.disk_tier_dir", "the disk tier is fed by the RAM tier, which is off", "set --host-tier-gib"
         )
+    if cache.disk_tier_encrypt and not cache.disk_tier_dir:
+        raise ConfigError("cache.disk_tier_encrypt", "there is no disk tier to encrypt", "set --disk-tier-dir")
     if cache.host_tier_gib and not cache.enable_prefix_caching:
         raise ConfigError(
             "cache.host_tier_gib",

@@ -196,11 +196,17 @@ def parse_tenant_limits(entries: Iterable[str]) -> dict[str, TenantLimits]:
         name = ":".join(parts[:first])
         if not name or first == len(parts):
             raise ConfigError(where, f"{entry!r} is no NAME:key=value", "for example team-a:weight=2:max_running=8")
+        if name in parsed:
+            raise ConfigError(where, f"tenant {name!r} is named twice", "put all its limits into one entry")
         limits = TenantLimits()
+        given: set[str] = set()
         for part in parts[first:]:
             key, equals, value = part.partition("=")
             if not equals or key not in keys:
                 raise ConfigError(where, f"{part!r} of {entry!r} is no limit", "one of: " + ", ".join(keys))
+            if key in given:
+                raise ConfigError(where, f"{key} is given twice in {entry!r}")
+            given.add(key)
             limits = evolve(limits, **{key: _value(where, entry, key, value)})
         parsed[name] = limits
     return parsed

@@ -44,6 +44,10 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid UTF-8: byte {exc.start} is wrong", code="invalid_utf8") from exc
     except json.JSONDecodeError as exc:
         raise RequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+    except RequestError:
+        raise
+    except ValueError as exc:  # Python reads no whole number of more than 4300 digits
+        raise RequestError("the body holds a number of too many digits", code="invalid_json") from exc
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     if not isinstance(value, dict):

@@ -61,6 +61,9 @@ class TraceRequest:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} is {value}; it must be at least 0")
+        counts = (self.prompt_tokens, self.output_tokens, *(n for _, n in self.prefix))
+        if not all(type(n) is int for n in counts):
+            raise ValueError("numbers of tokens must be whole")
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError("prompt_tokens and output_tokens must be at least 1")
         if min((n for _, n in self.prefix), default=0) < 0 or sum(n for _, n in self.prefix) > self.prompt_tokens:
@@ -127,6 +130,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as exc:
         raise ConfigError("trace", f"{path} cannot be read: {exc.strerror}") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError("trace", f"{path} is no text in UTF-8: byte {exc.start} is wrong") from None
     requests = [_parse(f"{path}:{n}", n, line) for n, line in enumerate(lines, 1) if line.strip()]
     check_trace(requests, str(path))
     return requests

@@ -206,3 +206,8 @@ def test_plugins_hear_of_the_engine_and_of_every_request(tiny_text_dir):
     (record,) = heard[1:]
     assert (record.prompt_tokens, record.completion_tokens, record.reason) == (2, 3, "length")
     assert record.arrival <= record.first_scheduled <= record.first_token <= record.finished
+
+
+def test_a_pool_that_no_machine_holds_is_refused_with_its_size(tiny_text_dir):
+    with pytest.raises(OutOfMemoryError, match=r"99999999999 pages .* GiB.*--num-pages"):
+        LLM(str(tiny_text_dir), num_pages=99_999_999_999)

@@ -166,3 +166,9 @@ def test_limits_are_read_from_text():
 def test_bad_limits_are_refused_by_name(entry, says):
     with pytest.raises(ConfigError, match=says):
         parse_tenant_limits([entry])
+
+
+@pytest.mark.parametrize("entries", [["a:weight=1:weight=2"], ["a:weight=1", "a:max_running=2"]])
+def test_a_limit_or_a_tenant_that_is_named_twice_is_refused(entries):
+    with pytest.raises(ConfigError, match="twice"):
+        parse_tenant_limits(entries)

@@ -69,6 +69,7 @@ def raw_post(server, body, **headers):
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
+        (b'{"n": ' + b"9" * 5000 + b"}", 400, "too many digits"),
         (b"{", 400, "not valid JSON"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"messages": [], "temperature": NaN}', 400, "NaN"),

@@ -161,3 +161,17 @@ def test_command_prints_json_and_a_table(capsys, tmp_path):
 def test_bad_arguments_end_with_one_line(args, says, capsys):
     assert main(["simulate", *args]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"arrival_s": 0, "prompt_tokens": 4.5, "output_tokens": 1}', "must be whole"),
+        (b'{"arrival_s": 0, "prompt_tokens": true, "output_tokens": 1}', "must be whole"),
+        (b"\xfc\xfd", "UTF-8"),
+    ],
+)
+def test_traces_that_are_none(tmp_path, content, says):
+    (tmp_path / "t.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        read_trace(tmp_path / "t.jsonl")
