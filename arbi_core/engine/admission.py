@@ -14,6 +14,7 @@ from arbi_core.errors import OverloadedError, RequestError
 if TYPE_CHECKING:
     from arbi_core.engine.client import ModelInfo
     from arbi_core.scheduler import Scheduler, TenantLimits
+    from arbi_core.scheduler.tenants import Tenant
 
 __all__ = ["AdmissionGate"]
 
@@ -38,9 +39,11 @@ class AdmissionGate:
         self._max_queue = max_queue
         self._processors = processors
         self._ends: deque[tuple[float, int]] = deque()
+        self._fresh = 0
 
     def finished(self, count: int) -> None:
-        """Count requests that ended now."""
+        """A step has run: count the requests that ended."""
+        self._fresh = 0
         if count:
             self._ends.append((time.monotonic(), count))
 
@@ -53,6 +56,10 @@ class AdmissionGate:
         """
         self._check_prompt(msg)
         self._check_sampling(msg)
+        if msg.timeout_s is not None and not msg.timeout_s > 0:
+            raise RequestError(f"timeout_s is {msg.timeout_s:g}; it must be greater than 0", param="timeout_s")
+        if msg.job_id is not None and not msg.job_id.strip():
+            raise RequestError("job_id is empty; leave it out, or name the job", param="job_id")
         if msg.request_id in self._scheduler.requests:
             raise RequestError(f"request id {msg.request_id!r} is already running", param="request_id")
         limits = self._scheduler.tenants.limits(msg.tenant)
@@ -65,27 +72,45 @@ class AdmissionGate:
             )
         if bounded:
             self._check_queues(msg, limits)
+        self._fresh += 1
         return evolve(msg, priority=_priority(msg.priority, limits.priority))
 
     def _check_queues(self, msg: SubmitMsg, limits: TenantLimits) -> None:
-        waiting = len(self._scheduler.waiting)
-        if waiting >= self._max_queue:
+        """Refuse what finds no place in the queue beside those that will start at once.
+
+        Those that came since the last step may find a free row in the next one.
+        Requests that only their tenant's quota holds back take no places from other tenants; a tenant that is held
+        back has as many places for itself.
+        """
+        now, scheduler = time.monotonic(), self._scheduler
+        held = [t for t in scheduler.tenants if t.waiting and not t.may_start(now)]
+        tenant = scheduler.tenants.find(msg.tenant)
+        mine = 0 if tenant is None else tenant.waiting
+        bound = tenant is not None and tenant in held
+        free = 0 if bound else min(self._fresh, scheduler.limits.max_rows - len(scheduler.running))
+        waiting = mine if bound else len(scheduler.waiting) - sum(t.waiting for t in held)
+        if waiting >= self._max_queue + free:
             raise OverloadedError(
                 f"{waiting} requests are already waiting (scheduler.max_queue is {self._max_queue}); try again later",
-                retry_after=self._retry_after(waiting - self._max_queue + 1),
+                retry_after=self._retry_after(waiting - self._max_queue - free + 1, tenant if bound else None),
             )
-        tenant = self._scheduler.tenants.find(msg.tenant)
-        mine = 0 if tenant is None else tenant.waiting
-        if limits.max_waiting is not None and mine >= limits.max_waiting:
+        most = limits.max_waiting
+        if most is None:
+            return
+        running = 0 if tenant is None else tenant.running
+        room = free if limits.max_running is None else min(free, max(0, limits.max_running - running))
+        if mine >= most + room:
             raise OverloadedError(
-                f"{mine} requests of this tenant are already waiting (its max_waiting is {limits.max_waiting}); try "
-                "again later",
-                retry_after=self._retry_after(mine - limits.max_waiting + 1),
+                f"{mine} requests of this tenant are already waiting (its max_waiting is {most}); try again later",
+                retry_after=self._retry_after(mine - most - room + 1, tenant),
             )
 
-    def _retry_after(self, places: int) -> float:
-        """Seconds until `places` requests will have left the queue at the present rate."""
+    def _retry_after(self, places: int, tenant: Tenant | None = None) -> float:
+        """Seconds until `places` requests will have left the queue at the present rate, a tenant's debt paid before."""
         now = time.monotonic()
+        start = None if tenant is None else tenant.next_start(now)
+        if start is not None:
+            return min(LONGEST_RETRY_S, max(1.0, start - now))
         while self._ends and self._ends[0][0] < now - RATE_OVER_S:
             self._ends.popleft()
         ended = sum(count for _, count in self._ends)

@@ -239,6 +239,8 @@ def _info(config: ServerConfig, rank: BuiltRank) -> ModelInfo:
         default_sampling=default_sampling(rank.loaded.generation_config),
         kv_capacity_tokens=(rank.pages.num_pages - 1) * config.cache.page_size,
         kv_backend={kind: backend.name for kind, backend in rank.backends.items()},
+        max_pending=config.scheduler.max_queue
+        + min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
     )
 
 

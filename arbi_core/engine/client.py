@@ -50,6 +50,7 @@ class ModelInfo:
         default_sampling: sampling defaults from the checkpoint's generation config (``temperature``, ``top_p``, ...).
         kv_capacity_tokens: tokens that fit in the KV pool.
         kv_backend: resolved attention backends by state kind.
+        max_pending: completions that may run and wait together.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ModelInfo:
     default_sampling: Mapping[str, Any]
     kv_capacity_tokens: int
     kv_backend: Mapping[str, str]
+    max_pending: int = 1 << 30
 
 
 @frozen(kw_only=True)

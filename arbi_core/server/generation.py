@@ -20,6 +20,7 @@ from arbi_core.text.tokenizer import Tokenizer
 __all__ = [
     "Choice",
     "EventStream",
+    "check_count",
     "check_model",
     "collect",
     "merge",
@@ -85,6 +86,17 @@ def tenant_of(request: Request) -> str:
             f"X-Cache-Tenant must be printable ASCII of at most {MAX_TENANT} characters", param="X-Cache-Tenant"
         )
     return tenant
+
+
+def check_count(engine: EngineClient, count: int) -> None:
+    """Raise 400 for a request of more completions than may ever run and wait together: it would be refused for ever."""
+    most = engine.info.max_pending
+    if count > most:
+        raise RequestError(
+            f"the request makes {count} completions; this server runs and queues at most {most}; send several requests",
+            param="n",
+            code="too_many_completions",
+        )
 
 
 def check_model(engine: EngineClient, name: str) -> None:

@@ -59,6 +59,8 @@ class TraceRequest:
     def __attrs_post_init__(self) -> None:
         for name in ("arrival_s", "cancel_after_s", "timeout_s"):
             value = getattr(self, name)
+            if value is not None and type(value) not in {int, float}:
+                raise ValueError(f"{name} must be a number, not {value!r}")
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         counts = (self.prompt_tokens, self.output_tokens, *(n for _, n in self.prefix))

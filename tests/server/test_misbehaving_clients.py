@@ -85,7 +85,7 @@ def test_full_queue_is_429_with_retry_after(tiny_text_dir):
     server = Server(tiny_text_dir, **{"scheduler.max_queue": 1, "scheduler.max_num_seqs": 1})
     try:
         held = [open_request(server)]
-        answer = server.post("/v1/completions", prompt=["one", "two", "three"], max_tokens=1)  # two more than fit
+        answer = server.post("/v1/completions", prompt=["one", "two"], max_tokens=1)  # one more than fits
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert "scheduler.max_queue is 1" in answer.json()["error"]["message"]

@@ -1,5 +1,8 @@
 """Tenants, priorities, the prefix cache and jobs, as HTTP clients reach them."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 
@@ -94,3 +97,45 @@ def test_metrics_name_what_the_scheduler_did(server):
     assert float(values["arbi:cached_tokens_total"]) > 0
     for name in ("arbi:tier_ram_bytes", "arbi:savepoints", "arbi:evictions_total", "arbi:quota_waits_total"):
         assert float(values[name]) >= 0
+
+
+def test_a_tenant_in_debt_takes_no_places_from_others(tiny_text_dir):
+    limits = ("t2:tokens_per_second=2",)
+    server = Server(tiny_text_dir, **{"scheduler.max_queue": 2, "scheduler.tenant_limits": limits})
+    try:
+        first = ask(server, "t2")
+        assert first.status_code == 200
+        with ThreadPoolExecutor(4) as pool:
+            held = [pool.submit(ask, server, "t2", timeout_s=4) for _ in range(2)]
+            deadline = time.monotonic() + 3
+            while server.engine.stats().waiting < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ask(server, "t1").status_code == 200
+            refused = ask(server, "t2")
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) > 10, "the debt is paid at two tokens a second"
+            assert {h.result().status_code for h in held} == {408}
+    finally:
+        server.close()
+
+
+def test_more_completions_than_can_ever_wait_are_refused_for_good(tiny_text_dir):
+    server = Server(tiny_text_dir, **{"scheduler.max_queue": 2, "scheduler.max_num_seqs": 3})
+    try:
+        assert len(ask(server, n=5, max_tokens=1).json()["choices"]) == 5, "three run and two wait"
+        for answer in (ask(server, n=6), server.post("/v1/completions", prompt=["a", "b"], n=3)):
+            assert answer.status_code == 400
+            assert "at most 5" in answer.json()["error"]["message"]
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("fields", [{"timeout_s": 0}, {"timeout_s": -1}, {"job_id": " "}])
+def test_values_that_mean_nothing_are_refused(server, fields):
+    answer = ask(server, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in fields
+
+
+def test_one_tenant_is_flushed_at_a_time(server):
+    assert httpx.post(f"{server.url}/v1/admin/cache/flush?tenant=a&tenant=b").status_code == 400

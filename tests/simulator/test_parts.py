@@ -168,6 +168,7 @@ def test_bad_arguments_end_with_one_line(args, says, capsys):
     [
         (b'{"arrival_s": 0, "prompt_tokens": 4.5, "output_tokens": 1}', "must be whole"),
         (b'{"arrival_s": 0, "prompt_tokens": true, "output_tokens": 1}', "must be whole"),
+        (b'{"arrival_s": "x", "prompt_tokens": 4, "output_tokens": 1}', "arrival_s must be a number"),
         (b"\xfc\xfd", "UTF-8"),
     ],
 )

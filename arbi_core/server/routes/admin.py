@@ -19,6 +19,8 @@ async def flush_cache(request: Request) -> Response:
     unknown = sorted(set(request.query_params) - {"tenant"})
     if unknown:
         raise RequestError(f"unknown query parameter {unknown[0]!r}; known: tenant", param=unknown[0])
+    if len(request.query_params.getlist("tenant")) > 1:
+        raise RequestError("one tenant at a time", param="tenant")
     engine: EngineClient = request.app.state.engine
     freed = await engine.flush_cache(request.query_params.get("tenant"))
     return JSONResponse({"freed_pages": freed})

@@ -19,6 +19,7 @@ from arbi_core.server.errors import from_error
 from arbi_core.server.generation import (
     Choice,
     EventStream,
+    check_count,
     check_model,
     collect,
     finish_reason,
@@ -50,6 +51,7 @@ async def chat_completions(request: Request) -> Response:
     tokenizer = tokenizer_of(engine)
     prompt, ids = await asyncio.to_thread(_render, tokenizer, body)
     parser: ReasoningParser | None = state.reasoning_parser
+    check_count(engine, body.n)
     answers = [_Answer(parser.start(prompt) if parser else None) for _ in range(body.n)]
     deltas = engine.generate(
         ids,

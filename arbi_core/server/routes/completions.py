@@ -18,6 +18,7 @@ from arbi_core.server.generation import (
     Choice,
     EventStream,
     add_usage,
+    check_count,
     check_model,
     collect,
     finish_reason,
@@ -49,6 +50,7 @@ async def completions(request: Request) -> Response:
     include_usage = body.include_usage
     sampling = sampling_params(body, dict(engine.info.default_sampling))
     prompts = await asyncio.to_thread(_prompts, engine, body.prompt)
+    check_count(engine, body.n * len(prompts))
     if body.job_id is not None and len(prompts) > 1:
         raise RequestError("a request with a job_id has one prompt", param="job_id")
     if body.echo and body.logprobs is not None:
