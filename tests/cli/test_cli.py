@@ -41,7 +41,7 @@ def test_print_config_is_toml_that_config_reads_back(tmp_path):
         (["serve", "--set", "nonsense"], "not of the form NAME=VALUE"),
         (["serve", "--plugins", "ghost"], "no installed plugin is called ghost"),
         (["bench", "demo", "--batch", "x"], "'x' is not a list of whole numbers"),
-        (["bench", "demo", "--kv-cache-dtype", "tkv"], "pip install arbi-plugin-tkv"),
+        (["bench", "demo", "--kv-cache-dtype", "tkv", "--plugins", "gguf"], "pip install arbi-plugin-tkv"),
         (["bench", "demo", "--backend", "paged_kv"], "not of the form kind:name"),
         (["bench", "demo", "--max-model-len", "999999"], "longer than the 8192 tokens"),
         (["bench", "demo", "--max-model-len", "4096", "--num-pages", "10"], "--max-model-len 144"),

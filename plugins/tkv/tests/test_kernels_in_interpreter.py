@@ -1,4 +1,4 @@
-"""Runs the tests of the paged kernels by Triton's interpreter where there is no GPU."""
+"""Runs the tests of the kernels by Triton's interpreter where there is no GPU."""
 
 import os
 import subprocess
@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-FILES = ("test_paged_kernels.py", "test_paged_op.py")
+FILES = ("test_paged_kernels.py", "test_paged_op.py", "test_tkv_kernels.py")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run as they are")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these tests run on the GPU as they are")
 @pytest.mark.parametrize("file", FILES)
-def test_paged_kernels_in_the_interpreter(file):
+def test_kernels_in_the_interpreter(file):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
