@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from arbi_core.backend.base import AttentionBackend, AttnOp, BackendContext, LayerState, MetadataBuilder
     from arbi_core.distributed.group import ProcessGroup
     from arbi_core.engine.messages import RequestRecord
+    from arbi_core.kernels.masks import StepMasks
     from arbi_core.loader.base import (
         Checkpoint,
         CheckpointFormat,
@@ -90,6 +91,7 @@ _LAZY = {
         "arbi_core.backend.base": "AttentionBackend AttnOp BackendContext LayerState MetadataBuilder",
         "arbi_core.distributed.group": "ProcessGroup",
         "arbi_core.engine.messages": "RequestRecord",
+        "arbi_core.kernels.masks": "StepMasks",
         "arbi_core.loader.base": "Checkpoint CheckpointFormat LinearMethod TensorSource TokenizerParts WeightContext "
         "WeightFormat WeightPiece",
         "arbi_core.model.base": "BuildContext LayerCall Model ModelFamily",
@@ -165,6 +167,7 @@ __all__ = [
     "SamplingParams",
     "SelfAttention",
     "StateKind",
+    "StepMasks",
     "StorageSpec",
     "StreamParser",
     "TensorSource",

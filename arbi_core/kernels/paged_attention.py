@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from attrs import define, field
 
 from arbi_core.backend.base import LayerState
+from arbi_core.kernels.masks import QUERY_BLOCK, StepMasks
 from arbi_core.runner.batch import ForwardBatch
 from arbi_core.spec import LayerSpec
 
 __all__ = ["PagedAttention", "PagedPlan", "PagedPlanBuilder", "RowPlan"]
 
-QUERY_BLOCK = 512
-"""Query tokens attended at once: bounds the height of masks."""
 SCORES = 1 << 24
 """Most scores held at once where the softmax is written out."""
 
@@ -52,38 +51,18 @@ class PagedPlan:
         slots: ``(N,)`` where each token is written.
         rows: one plan per row.
         first_slot: the first slot where all slots are consecutive, else -1.
+        masks: of the step.
     """
 
     slots: torch.Tensor
     rows: list[RowPlan]
     first_slot: int
-    _masks: dict[int | None, torch.Tensor] = field(factory=dict, init=False)
+    masks: StepMasks = field(init=False)
 
-    def mask(self, count: int, before: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """``(count, before + count)`` additive mask of queries that see `before` keys ahead of the first of them.
-
-        Whether a query sees a key depends on their distance alone, so every mask of the step, in all rows and layers of
-        one window, is a part of one matrix.
-        """
-        whole = self._masks.get(window)
-        if whole is None:
-            whole = self._masks[window] = self._whole_mask(window, like)
-        origin = whole.shape[1] - whole.shape[0]
-        view = whole[:count, origin - before : origin + count]
-        # CUDA's attention kernels load masks in wide words: a view that starts between two is a misaligned address.
-        return view if view.device.type == "cpu" else view.contiguous()
-
-    def _whole_mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        height = min(QUERY_BLOCK, max(r.q_len for r in self.rows))
-        before = max(r.seq_len for r in self.rows)
-        if window is not None:
-            before = min(before, window - 1)
-        q = torch.arange(height, device=like.device).unsqueeze(1)
-        k = torch.arange(-before, height, device=like.device).unsqueeze(0)
-        hidden = k > q
-        if window is not None:
-            hidden |= k <= q - window
-        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    def __attrs_post_init__(self) -> None:
+        self.masks = StepMasks(
+            max((r.q_len for r in self.rows), default=0), max((r.seq_len for r in self.rows), default=0)
+        )
 
 
 class PagedPlanBuilder:
@@ -209,7 +188,7 @@ class PagedAttention:
             causal = end == count and (self._window is None or count <= self._window)
             mask = None
             if count > 1 and (explicit or not causal):
-                mask = plan.mask(count, first + done - start, self._window, q)
+                mask = plan.masks.mask(count, first + done - start, self._window, q)
             result = self._explicit(queries, k, v, mask) if explicit else self._fused(queries, k, v, mask)
             out[at : at + count].copy_(result)
 

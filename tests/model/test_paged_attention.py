@@ -135,7 +135,7 @@ def test_masks_of_a_step_are_views_of_one_matrix_no_taller_than_a_query_block():
     attention.step([(sequence, 5)])
     plan = attention.builder.build(make_batch([(sequence, 2000)], 16))
     like = torch.empty(0)
-    masks = [plan.mask(n, before, None, like) for n, before in ((512, 5), (512, 1029), (3, 2))]
+    masks = [plan.masks.mask(n, before, None, like) for n, before in ((512, 5), (512, 1029), (3, 2))]
     assert len({m.untyped_storage().data_ptr() for m in masks}) == 1
     assert masks[0].untyped_storage().nbytes() <= 512 * (512 + 2005) * 4
     assert torch.equal(masks[2].isinf(), torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool())

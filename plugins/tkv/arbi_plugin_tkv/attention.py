@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from arbi_core.api import LayerSpec, LayerState
-from arbi_plugin_tkv.plan import QUERY_BLOCK, Plan, RowPlan
+from arbi_plugin_tkv.plan import Plan, RowPlan
 
 __all__ = ["Store", "StoreAttention"]
 
@@ -133,14 +133,14 @@ class StoreAttention:
             keys = torch.cat((old_keys.to(q.dtype), keys), dim=1)
             values = torch.cat((old_values.to(q.dtype), values), dim=1)
         explicit = self._soft_cap is not None or self._sinks is not None
-        block = QUERY_BLOCK
+        block = plan.masks.block
         if explicit:
             block = max(1, min(block, SCORES // (q.shape[1] * keys.shape[1])))
         for done in range(0, row.count, block):
             count = min(block, row.count - done)
             start, end = self._window_start(row.before + done), row.before + done + count
             seen_k, seen_v = keys[:, start - base : end - base], values[:, start - base : end - base]
-            mask = plan.mask(count, end - count - start, self._window, q) if count > 1 else None
+            mask = plan.masks.mask(count, end - count - start, self._window, q) if count > 1 else None
             attend = self._explicit if explicit else self._fused
             out[done : done + count].copy_(attend(q[done : done + count], seen_k, seen_v, mask))
 

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 
-from arbi_core.api import ForwardBatch, LayerSpec
+from arbi_core.api import ForwardBatch, LayerSpec, StepMasks
 
 __all__ = ["Plan", "PlanBuilder", "RowPlan"]
-
-QUERY_BLOCK = 512
-"""Query tokens attended at once: bounds the height of masks."""
 
 
 @define(eq=False)
@@ -44,6 +41,7 @@ class Plan:
         rows: one plan per row.
         sources: layers whose cache other layers read.
         fresh: this step's keys and values of those, by layer index.
+        masks: of the step.
     """
 
     slots: torch.Tensor
@@ -51,27 +49,12 @@ class Plan:
     rows: list[RowPlan]
     sources: frozenset[int] = frozenset()
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(factory=dict)
-    _masks: dict[int | None, torch.Tensor] = field(factory=dict, init=False)
+    masks: StepMasks = field(init=False)
 
-    def mask(self, count: int, before: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """``(count, before + count)`` additive mask of queries that see `before` keys ahead of the first of them."""
-        whole = self._masks.get(window)
-        if whole is None:
-            whole = self._masks[window] = self._whole_mask(window, like)
-        origin = whole.shape[1] - whole.shape[0]
-        return whole[:count, origin - before : origin + count].contiguous()
-
-    def _whole_mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        height = min(QUERY_BLOCK, max(r.count for r in self.rows))
-        before = max(r.before + r.count for r in self.rows)
-        if window is not None:
-            before = min(before, window - 1)
-        q = torch.arange(height, device=like.device).unsqueeze(1)
-        k = torch.arange(-before, height, device=like.device).unsqueeze(0)
-        hidden = k > q
-        if window is not None:
-            hidden |= k <= q - window
-        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    def __attrs_post_init__(self) -> None:
+        self.masks = StepMasks(
+            max((r.count for r in self.rows), default=0), max((r.before + r.count for r in self.rows), default=0)
+        )
 
 
 class PlanBuilder:
