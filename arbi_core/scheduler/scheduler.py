@@ -59,6 +59,8 @@ class Scheduler(Ledger):
     """Decides steps; see `Ledger` for the arguments."""
 
     _index = 0
+    divide = staticmethod(share_prefill)
+    """How a step's prefill tokens are divided; the simulator tries others."""
     _poll_at = 0.0
 
     # -- the decision ---------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class Scheduler(Ledger):
             return {}
         ordered = sorted(prompts, key=self._turn)
         interactive = any(r.rank != BATCH for r in self.running.rows)
-        shares = share_prefill(
+        shares = self.divide(
             [r.remaining for r in ordered],
             budget,
             self.limits.max_prefill_chunk,

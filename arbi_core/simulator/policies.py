@@ -11,7 +11,6 @@ from attrs import evolve, field, frozen, validators
 
 from arbi_core.pool import PageTable
 from arbi_core.scheduler import Request, Scheduler, SchedulerLimits, Tenants
-from arbi_core.scheduler.scheduler import BATCH
 from arbi_core.scheduler.shares import share_prefill
 from arbi_core.scheduler.waiting import WaitingQueue
 
@@ -190,20 +189,9 @@ class PolicyScheduler(Scheduler):
     def __init__(self, limits: SchedulerLimits, table: PageTable, tenants: Tenants, policies: Policies) -> None:
         super().__init__(evolve(limits, growth_pages=int(policies.admission_room)), table, tenants=tenants)
         self._policies = policies
+        self.divide = SHARES[policies.prefill_share]
         if policies.tenant_order == "arrival":
             self.waiting = _ArrivalQueue(self.tenants)
-
-    def _share(self, prompts: Sequence[Request], budget: int) -> dict[Request, int]:
-        interactive = any(r.rank != BATCH for r in self.running.rows)
-        ordered = sorted(prompts, key=self._turn)
-        shares = SHARES[self._policies.prefill_share](
-            [r.remaining for r in ordered],
-            budget,
-            self.limits.max_prefill_chunk,
-            batch=[r.rank == BATCH for r in ordered],
-            batch_budget=max(1, int(budget * self.limits.batch_prefill_share)) if interactive else None,
-        )
-        return dict(zip(ordered, shares, strict=True))
 
     def _turn(self, request: Request) -> tuple[int, float, tuple[int, float, str]]:
         by = self._policies.prefill_order
