@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import asdict, frozen
+from attrs import asdict, define, frozen
 
 from arbi_core.engine.messages import FinishReason, SubmitMsg
 from arbi_core.errors import RequestError
@@ -49,6 +49,16 @@ class SavedJob:
     output: tuple[int, ...]
 
 
+@define(eq=False)
+class _LiveJob:
+    """A job that runs: its file, and how many of its tokens are in it."""
+
+    request: Request
+    name: str
+    fingerprint: str
+    written: int = 0
+
+
 class JobStore:
     """One file per job, mode 0600, replaced as a whole.
 
@@ -64,9 +74,7 @@ class JobStore:
         self._path = Path(directory)
         self._model = model
         self._fd = open_own_directory(self._path, SETTING)
-        self._live: dict[str, Request] = {}
-        self._keys: set[str] = set()
-        self._written: dict[str, int] = {}
+        self._live: dict[str, _LiveJob] = {}
         self._next_save = 0.0
         self.error: str | None = None
         self._remove_old()
@@ -80,7 +88,7 @@ class JobStore:
         if msg.sampling.logprobs is not None:
             raise RequestError("a request with a job_id cannot ask for logprobs", param="logprobs")
         name = _name(msg)
-        if name in self._keys:
+        if any(job.name == name for job in self._live.values()):
             raise RequestError(f"job {msg.job_id!r} is already running", param="job_id", code="job_running", status=409)
         try:
             with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._fd), encoding="utf-8") as file:
@@ -101,44 +109,40 @@ class JobStore:
 
     def begin(self, request: Request) -> None:
         """Watch a job from now on."""
-        self._live[request.id] = request
-        self._keys.add(_name(request.msg))
+        self._live[request.id] = _LiveJob(request, _name(request.msg), self._fingerprint(request.msg))
 
     def tick(self, now: float) -> None:
         """Save what has moved since the last time; does something every few seconds only."""
         if self._live and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
-            for request in self._live.values():
-                self._save(request)
+            for job in self._live.values():
+                self._save(job)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """A request has ended: forget its file, or bring it up to date if the job can be taken up again."""
-        request = self._live.pop(request_id, None)
-        if request is None:
+        job = self._live.pop(request_id, None)
+        if job is None:
             return
-        name = _name(request.msg)
-        self._keys.discard(name)
         if reason in DONE:
-            self._remove(name)
+            self._remove(job.name)
         else:
-            self._save(request)
-        self._written.pop(request_id, None)
+            self._save(job)
 
     def close(self) -> None:
         """Save all. Idempotent."""
-        for request_id, request in list(self._live.items()):
-            self.end(request_id, request.finish_reason or FinishReason.CANCELLED)
+        for request_id, job in list(self._live.items()):
+            self.end(request_id, job.request.finish_reason or FinishReason.CANCELLED)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _save(self, request: Request) -> None:
+    def _save(self, job: _LiveJob) -> None:
         """A full disk costs the job's progress after a restart, never the job."""
-        if not request.num_output or self._written.get(request.id) == request.num_output:
+        request, name = job.request, job.name
+        if request.num_output == job.written:
             return
-        name = _name(request.msg)
         data = {
-            "request": self._fingerprint(request.msg),
+            "request": job.fingerprint,
             "seed": request.base_seed,
             "output": request.token_ids[request.num_prompt :],
         }
@@ -156,7 +160,7 @@ class JobStore:
             self._remove(name + ".part")
         else:
             self.error = None
-            self._written[request.id] = request.num_output
+            job.written = request.num_output
 
     def _remove(self, name: str) -> None:
         try:
