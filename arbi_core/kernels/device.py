@@ -8,17 +8,12 @@ import os
 
 import torch
 
-__all__ = ["next_power_of_2", "uses_triton"]
+__all__ = ["uses_triton"]
 
 
 def uses_triton(x: torch.Tensor) -> bool:
     """Whether `x` lies where the Triton form runs: on a CUDA device, or anywhere under Triton's interpreter."""
     return _installed() and (x.is_cuda or _interpreted())
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 @functools.cache

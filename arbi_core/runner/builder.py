@@ -39,13 +39,11 @@ class _Buffer:
         """Begin another step."""
         self._turn = (self._turn + 1) % len(self._hosts)
 
-    def upload(self, end: int, width: int | None = None, start: int = 0) -> torch.Tensor:
-        """Copy entries ``start..end`` (and `width` columns) to the device; returns the view of the first `end`."""
-        rows = slice(start, end)
-        index = (rows,) if width is None else (rows, slice(0, width))
+    def upload(self, end: int, start: int = 0) -> torch.Tensor:
+        """Copy entries ``start..end`` to the device; returns the view of the first `end`."""
         if not self._shared and end > start:
-            self.device[index].copy_(self._hosts[self._turn][index], non_blocking=True)
-        return self.device[:end] if width is None else self.device[:end, :width]
+            self.device[start:end].copy_(self._hosts[self._turn][start:end], non_blocking=True)
+        return self.device[:end]
 
 
 @frozen(eq=False)

@@ -84,20 +84,12 @@ class DecodeGraphs:
         self._buckets = buckets(max_rows)
         self._graphs: dict[int, Callable[[ForwardBatch], torch.Tensor]] = {}
 
-    def record_all(self, advance: Callable[[int, int], None] | None = None) -> float:
-        """Record every bucket, the largest first; returns the seconds that it took.
-
-        Args:
-            advance: called with how many are done, and how many there are.
-        """
+    def record_all(self) -> None:
+        """Record every bucket, the largest first."""
         start = time.monotonic()
-        for done, size in enumerate(reversed(self._buckets), start=1):
+        for size in reversed(self._buckets):
             self._graphs[size] = self._recorder.record(self._forward, self._builder.padding(size))
-            if advance is not None:
-                advance(done, len(self._buckets))
-        seconds = time.monotonic() - start
-        log.info("recorded %d decode graphs in %.1f s", len(self._graphs), seconds)
-        return seconds
+        log.info("recorded %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - start)
 
     def bucket(self, rows: int) -> int:
         """Rows that a step of `rows` rows is padded to."""

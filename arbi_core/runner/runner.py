@@ -14,8 +14,6 @@ from arbi_core.sampler.sampler import Sampler, SamplerOutput, SamplerRow
 from arbi_core.scheduler.plan import StepOutput, StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from arbi_core.backend.base import BackendContext
     from arbi_core.backend.binding import LayerBinding
     from arbi_core.model.base import Model
@@ -85,9 +83,10 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._builder, self._forward_logits, ctx.max_num_seqs, recorder)
 
     @torch.inference_mode()
-    def record_graphs(self, advance: Callable[[int, int], None] | None = None) -> float:
-        """Record the decode graphs, if there are any to be; returns the seconds that it took."""
-        return 0.0 if self.graphs is None else self.graphs.record_all(advance)
+    def record_graphs(self) -> None:
+        """Record the decode graphs, if there are any to be."""
+        if self.graphs is not None:
+            self.graphs.record_all()
 
     def _forward_logits(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits of every row of a decode step."""

@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from arbi_core.kernels.device import next_power_of_2
-
 if TYPE_CHECKING:
     from arbi_core.kernels.qk_rope import HeadNorms, Rotation
 
@@ -102,7 +100,7 @@ def launch(
             norms is not None,
             rope is not None,
             HEADS_PER_PROGRAM,
-            next_power_of_2(dim),
+            triton.next_power_of_2(dim),
             num_warps=4,
         )
     return q, k

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from arbi_core.kernels.device import next_power_of_2
-
 __all__ = ["launch"]
 
 
@@ -39,7 +37,7 @@ def launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
     width = x.shape[-1]
     rows = x.numel() // width
     if rows:
-        block = next_power_of_2(width)
+        block = triton.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
         _rms_norm[(rows,)](
             x, x if residual is None else residual, weight, y, width, eps, residual is not None, block, num_warps=warps
